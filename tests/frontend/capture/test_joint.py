@@ -10,6 +10,7 @@ from torch import nn
 from tests.frontend.capture.checks import ops, same_as_torch
 from tests.ranks import run_ranks
 from weft import parallelize
+from weft.core.errors import CaptureError
 from weft.frontend.capture import capture
 
 
@@ -169,3 +170,101 @@ def test_a_function_with_one_result_is_cut_into_stages_and_micro_batches(tmp_pat
             torch.testing.assert_close([step(x).item() for _ in range(3)], want, rtol=1e-12, atol=0)
 
     run_ranks(2, job, tmp_path)
+
+
+class Reversible(torch.autograd.Function):
+    """As reversible networks do: computes its layers again in the backward pass, and runs a backward pass of them there."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x.requires_grad = True
+            ctx.layer(x).backward(g)
+        return g + x.grad, None
+
+
+class Recomputed(Reversible):
+    """The same, with the gradients asked for."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(ctx.layer(x), x, g)
+        return gradient, None
+
+
+class Wants(torch.autograd.Function):
+    """Reads what is not there: in torch, too, its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + g.grad, None
+
+
+class Asks(torch.autograd.Function):
+    """Asks its context for what only autograd's own has."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.raw = not ctx.name().startswith("Asks")
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        assert not ctx.raw and ctx._raw_saved_tensors
+        (x,) = ctx.saved_tensors
+        return 3 * g * x.cos(), None
+
+
+class Around(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.function.apply(self.first(x), self.layer)
+
+
+@pytest.mark.parametrize("changed", [lambda m: m, joint])
+def test_a_backward_pass_inside_another_gives_all_gradients(changed):
+    assert same_as_torch(changed(Around(Reversible).double()), squares, BATCH[0].double(), tolerance=1e-12).joint
+
+
+@pytest.mark.parametrize("changed", [lambda m: m, joint])
+def test_a_function_whose_backward_raises_is_named(changed):
+    with pytest.raises(CaptureError) as error:
+        capture(changed(Around(Wants)), BATCH[0], squares, gradients=True)
+    words = "Wants.backward, which the backward pass calls", "TypeError: unsupported operand", "return g + g.grad, None", "test_joint.py, line"
+    assert [w for w in (*words, "needed  torch ops", "try     torch.autograd.grad") if w not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("changed", [lambda m: m, joint])
+@pytest.mark.parametrize("function", [Reversible, Recomputed])
+def test_random_numbers_of_a_forward_pass_that_is_computed_again_are_refused(function, changed):
+    model = Around(function)
+    model.layer = nn.Sequential(model.layer, nn.Dropout(0.5))
+    with pytest.raises(CaptureError) as error:
+        capture(changed(model), BATCH[0], squares, gradients=True)
+    words = "random numbers are drawn again", "test_joint.py, line", "needed  the same numbers", "found   a draw where", "try     a dropout of 0"
+    assert [w for w in words if w not in str(error.value)] == []
+
+
+def test_a_function_that_asks_for_autograds_own_context_runs_under_autograd():
+    model = Around(Asks).double()
+    model.layer.requires_grad_(False)
+    assert same_as_torch(model, squares, BATCH[0].double(), tolerance=1e-12).joint

@@ -24,6 +24,28 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     return mine[-1] if mine else None
 
 
+@contextmanager
+def explained_backward():
+    """Turn what an autograd function of the user's, or a hook, raises in a backward pass that is traced into a CaptureError that names it."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except Exception as error:
+        own = type(error).__module__.startswith("weft.")  # a refusal, or what the trace needs
+        frames = [] if own else [f for f, _ in traceback.walk_tb(error.__traceback__)]
+        mine = [f.f_code.co_qualname for f in frames if not f.f_code.co_filename.startswith((_TORCH, _HERE, "<"))]
+        if not mine:
+            raise
+        raise CaptureError(
+            f"{mine[0].rpartition('<locals>.')[2]}, which the backward pass calls, cannot be traced",
+            needed="torch ops on gradients and on what the forward pass saved, without .grad of tensors and torch's graph",
+            found=f"{type(error).__name__}: {error}",
+            try_="torch.autograd.grad instead of .backward(), and ctx.save_for_backward for what is needed again",
+            **_shown(error),
+        ) from error
+
+
 def _shown(error: BaseException) -> dict[str, Any]:
     frame = user_frame(error)
     if frame is None:

@@ -89,11 +89,12 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
     moving = [isinstance(a, Tensor) and recorder.moves(recorder.node(a)) for a in args]
     context = _Context(tuple(moving), lambda *_: _decline(cls))
     with torch.no_grad():
-        if cls.setup_context is torch.autograd.Function.setup_context:
-            out = cls.forward(context, *args)
-        else:
-            out = cls.forward(*args)
-            cls.setup_context(context, args, out)
+        with _without_autograd(recorder, f"{cls.__name__}.forward"):
+            if cls.setup_context is torch.autograd.Function.setup_context:
+                out = cls.forward(context, *args)
+            else:
+                out = cls.forward(*args)
+                cls.setup_context(context, args, out)
         outs = out if isinstance(out, tuple) else (out,)
         own = [x for x in outs if isinstance(x, Tensor) and x.is_floating_point() and not any(x is y for y in context.fixed)]
         if not any(moving) or not own:
@@ -104,7 +105,8 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
         whole = value[0] if len(own) == 1 else concat([reshape(n, (-1,)) for n in value], 0)
         start = recorder.ref(recorder.placeholder(recorder.wrap(whole))).read()
         cts = iter([recorder.wrap(n, x) for n, x in zip(_parts(start, value), own, strict=True)])
-        found = cls.backward(context, *(next(cts) if any(x is y for y in own) else torch.zeros_like(x) for x in outs))
+        with _without_autograd(recorder, f"{cls.__name__}.backward"):
+            found = cls.backward(context, *(next(cts) if any(x is y for y in own) else torch.zeros_like(x) for x in outs))
         grads = [g for g, moves in zip(found if isinstance(found, tuple) else (found,), moving, strict=False) if moves]
         gradients = [None if g is None else recorder.ref(g).read() for g in grads]
     operands = [recorder.node(a) for a, moves in zip(args, moving, strict=True) if moves]
@@ -116,6 +118,20 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
     wrapped = iter([recorder.wrap(n, x) for n, x in zip(made, own, strict=True)])
     results = tuple(next(wrapped) if any(x is y for y in own) else x for x in outs)
     return results if isinstance(out, tuple) else results[0]
+
+
+@contextmanager
+def _without_autograd(recorder: Recorder, method: str) -> Iterator[None]:
+    """What a method of an autograd function raises inside, it may raise for want of autograd."""
+    before, recorder.function = recorder.function, method
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("weft."):  # a refusal, or what the trace needs
+            raise
+        raise CustomGradient(method) from error
+    finally:
+        recorder.function = before
 
 
 def _parts(whole: Node, like: Sequence[Node]) -> list[Node]:

@@ -50,6 +50,7 @@ class Recorder:
     step: Any = None  # who answers when a gradient is asked for
     capacity: float | None = None  # of experts; None drops no token
     joint: bool = False  # autograd runs too, so it stops gradients itself
+    function: str = ""  # the method of the user's autograd function that is called, where autograd does not run
     given: frozenset[str] = frozenset()  # settings of the optimizer that are inputs
     computed: Callable[[Node], Any] | None = None  # gives what stands for a number that Python asks for and the program computes, or None
     reads: Reads | None = None  # notes what is read from Python
@@ -234,6 +235,15 @@ class Recorder:
 
     def next_site(self) -> int:
         """A new place of randomness: two dropouts never share one."""
+        going_back = self.function.endswith(".backward") or torch._C._current_graph_task_id() != -1
+        if going_back and torch.is_grad_enabled():
+            raise CaptureError(
+                "random numbers are drawn again in a backward pass",
+                needed="the same numbers as in the forward pass, which no seed and no state of torch's generator gives in a trace",
+                found=f"a draw where {self.function or 'an autograd function'} computes its forward pass again",
+                try_=("a dropout of 0", "torch.utils.checkpoint, or recompute in the plan, which draw the same numbers again"),
+                where=user_line(),
+            )
         self.sites += 1
         return self.sites
 

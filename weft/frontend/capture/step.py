@@ -21,6 +21,7 @@ from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.constants import unheard as real
+from weft.frontend.capture.errors import explained_backward
 from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.joint import CustomGradient, Handle, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
 from weft.frontend.capture.modes import function
@@ -175,7 +176,8 @@ class Step:
     def gradients(self, of: Iterable[Tensor], wrt: Iterable[Tensor], cts: Iterable[Tensor | None]) -> list[Tensor | None]:
         recorder = self.recorder
         if recorder.joint:
-            return list(torch.autograd.grad(list(of), list(wrt), list(cts), allow_unused=True))
+            with explained_backward():
+                return list(torch.autograd.grad(list(of), list(wrt), list(cts), allow_unused=True))
         seeds: dict[Node, Node] = {}
         for loss, ct in zip(of, cts, strict=True):
             node = recorder.node(loss)
@@ -396,6 +398,8 @@ def _no_parameter(group: int, p: Tensor) -> CaptureError:
 
 @function(Tensor.backward, tensors=True)
 def _backward(r: Recorder, loss: Tensor, gradient: Any = None, *_: Any, **__: Any) -> None:
+    if r.function:
+        raise CustomGradient(r.function)  # autograd puts gradients of what the function is given into their .grad
     r.step.backward(loss, gradient)
 
 
