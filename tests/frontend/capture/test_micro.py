@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api.pipelined import micro_steps
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.frontend.capture.micro import batch_dims_of, in_micro_batches, micro_batch, unrolled
@@ -177,6 +178,33 @@ def test_what_is_no_sum_over_samples_is_refused(name: str) -> None:
         capture(make().double(), batch(), loss, gradients=True, accumulate=PARTS)
     alone = capture(make().double(), batch(), loss, gradients=True, accumulate=PARTS, allow_micro_mean=True)
     assert "loss" in alone.program.output_names
+
+
+class Bounded(nn.Module):
+    """Writes into a parameter of its own what the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=x.abs().mean())
+        return x * self.scale
+
+
+@pytest.mark.parametrize(("make", "of"), [
+    (lambda: nn.Sequential(Bounded(), nn.Linear(6, 4)), lambda: batch()["x"]),
+    (lambda: nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 4)), lambda: batch()["classes"]),
+])  # fmt: skip
+def test_a_parameter_that_the_forward_pass_makes_of_the_batch_is_refused(make: Callable[[], nn.Module], of: Callable[[], Tensor]) -> None:
+    model = make().double()
+    given = model, {"x": of()}, lambda m, b: m(b["x"]).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for asked in (lambda: capture(*given, accumulate=PARTS), lambda: micro_steps(*given)(2), lambda: micro_steps(*given)(1)):
+        with pytest.raises(PlanError) as error:
+            asked()
+        words = "once, after the last of them", "needed  parameters that are made of their gradients", "made also of batch.x", "a plan without pp"
+        assert [w for w in words if w not in str(error.value)] == []
 
 
 @pytest.mark.parametrize("first", [True, False])

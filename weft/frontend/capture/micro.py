@@ -72,6 +72,17 @@ def require_gradients(captured: Captured) -> None:
             found="one that was traced together with its backward pass",
             try_="a plan without pp, micro and accumulate",
         )
+    kept = {name: n for name, n in captured.program.outputs if name != "loss" and not name.startswith("buffer.")}
+    made = remade(kept.values(), {n: input_node(f"d.{name}", n.type) for name, n in captured.gradients.items()})
+    for name, n in kept.items():
+        read = [i.attr("name") for i in toposort([made[n]]) if i.op.name == "input" and i.role is Role.BATCH]
+        if read:
+            raise PlanError(
+                "a step in micro-batches changes parameters and the optimizer's state once, after the last of them",
+                needed="parameters that are made of their gradients and of what was there before",
+                found=f"{name}, made also of {read[0]}, as where the forward pass writes into it",
+                try_=("a plan without pp, micro and accumulate", "an embedding without max_norm, its rows bounded after step(batch)"),
+            )
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------------------------
