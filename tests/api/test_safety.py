@@ -13,7 +13,7 @@ from tests.api.ranks import on_ranks
 from weft.api import auto, safety
 from weft.api.parallelize import parallelize
 from weft.api.step import Step
-from weft.core.errors import PlanError, RuntimeFault
+from weft.core.errors import InvalidProgram, PlanError, RuntimeFault
 from weft.core.program import new_program
 
 
@@ -57,6 +57,54 @@ def test_a_plan_that_computes_something_else_is_refused() -> None:
     with pytest.raises(PlanError, match="the plan changes what the model computes") as e:
         safety.verified(p, wrong)
     assert "mul" in str(e.value) and "check=False" in str(e.value)
+
+
+class Adaptive(torch.nn.Module):
+    """How many rows each cluster of classes takes is what the batch says: drawn labels do not run its program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.classes = torch.nn.Linear(6, 8), torch.nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10], div_value=2.0)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.classes(torch.tanh(self.first(batch["x"])), batch["y"]).loss
+
+
+def adaptive() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    model = Adaptive().double()
+    batch = {"x": torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), "y": torch.tensor([0, 11, 5, 3, 19, 7, 1, 15])}
+    return model, lambda m, b: m(b), torch.optim.SGD(model.parameters(), lr=0.5), batch
+
+
+def test_a_program_that_only_the_batch_runs_is_compared_on_the_batch(tmp_path: Path) -> None:
+    model, loss, optimizer, batch = adaptive()
+    want = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        optimizer.step()
+        want.append(value.item())
+
+    def job(rank: int) -> None:
+        model, loss, optimizer, batch = adaptive()
+        step = parallelize(model, loss, optimizer, batch, plan="tp2")
+        assert rank or (step.report is not None and step.report.equal and step.report.evaluated > 0)
+        torch.testing.assert_close([step(batch).item() for _ in range(3)], want, rtol=1e-12, atol=0)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_wrong_plan_of_such_a_program_is_refused() -> None:
+    model, loss, optimizer, batch = adaptive()
+    captured = parallelize(model, loss, optimizer, batch, check=False).captured
+    p = captured.program
+    wrong = new_program(p.name, p.mesh, p.inputs, {n: o * 2.0 if n == "loss" else o for n, o in p.outputs}, state=p.state)
+    with pytest.raises(PlanError, match="the plan changes what the model computes"):
+        safety.verified(p, wrong, lambda: captured.inputs(batch))
+    with pytest.raises(InvalidProgram, match="cannot be run as the program says"):
+        safety.verified(p, wrong)
 
 
 # -- losses that are no number ---------------------------------------------------------------------------------------------------------

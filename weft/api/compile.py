@@ -100,7 +100,7 @@ class Inference:
         case = ForwardCase(self.model, None, None, How(), self.device)
         with evaluating(self.model), as_before(captured.reads):
             self.judged = seen_by_first(lambda: check_against_torch(captured, case, batch))
-        verified(captured.program, program)
+        verified(captured.program, program, lambda: captured.inputs(batch))
 
     def _captured(self, batch: Any) -> Captured:
         with evaluating(self.model):

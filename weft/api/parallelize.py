@@ -151,7 +151,7 @@ class _StepRequest:
         if self.named.virtual_stages * self.named.micro_batches > 1:
             step = self._line()
         else:
-            step = self._one(draft, decision)
+            step = self._one(draft, decision, self.example)
             step.judged = judged
             self.variants.adopt(step, self.retrace)
         step.decision = decision
@@ -166,7 +166,7 @@ class _StepRequest:
         draft = self._begun(captured)
         if known(draft.step):
             return None
-        step = self._one(draft, None)
+        step = self._one(draft, None, batch)
         step.unjudged = lambda example: self._checked(captured, example, moment)
         return step
 
@@ -190,7 +190,7 @@ class _StepRequest:
         asked = Draft(captured, self.named or Spec(), pins=self.constraints.pins, noise=self.noise, guard=self.guard, device=self.device)
         return passes.run(asked, until="guard")
 
-    def _one(self, draft: Draft, decision: auto.Decision | None) -> Step:
+    def _one(self, draft: Draft, decision: auto.Decision | None, batch: Any) -> Step:
         """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
         named, traced = cast(Spec, self.named), draft.step.program
         draft = replace(draft, spec=named, plan=self.file, decided=None if self.any_plan else decision, any_plan=self.any_plan)
@@ -204,7 +204,7 @@ class _StepRequest:
                 found=f"{len(draft.moves)} moves of rules and layouts", try_=f'plan="{named}"',
             )  # fmt: skip
         require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
-        report = verified(source, program) if self.check else None
+        report = verified(source, program, lambda: captured.inputs(batch)) if self.check else None
         program = cast(Program, passes.run(replace(placed, low=self.low), after="noise").program) if self.low else program
         step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
         step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced

@@ -28,13 +28,13 @@ ON_NAN = ("raise", "skip", "ignore")
 # -- plans ---------------------------------------------------------------------------------------------------------------------------
 
 
-def verified(single: Program, sharded: Program) -> Report | None:
-    """The report of rank 0 on whether the placed program is the captured one; every rank raises if it is not."""
+def verified(single: Program, sharded: Program, known: Callable[[], Mapping[str, Tensor]] | None = None) -> Report | None:
+    """The report of rank 0 on whether the placed program is the captured one; every rank raises if it is not. `known` gives values of inputs."""
     from weft.rewrite.check import equal_or_raise
 
     def look() -> Report:
         try:
-            return equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded))
+            return equal_or_raise(_as_updated(_with_inputs(single, sharded), sharded), _without_more(single, sharded), known)
         except RuleError as e:
             raise PlanError(
                 "the plan changes what the model computes", needed="the same loss and the same updates", found=str(e),

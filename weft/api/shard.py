@@ -162,7 +162,7 @@ class Sharded:
         program = self._placed(first)
         if check:
             self.judged[False] = seen_by_first(lambda: check_against_torch(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
-            verified(first.program, program)
+            verified(first.program, program, lambda: first.inputs(self.example))
         results = tuple(n for n in program.output_names if n not in dict(program.state))
         return Passes(first, program, None, results, nest)
 

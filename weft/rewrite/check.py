@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,6 +21,7 @@ from weft import interp
 from weft.core.errors import InvalidProgram, WeftError
 from weft.core.node import Node, Type, make, op_named, toposort
 from weft.core.program import Program, new_program
+from weft.core.role import Role
 from weft.core.text import node_lines
 from weft.ops.comm import is_comm
 from weft.ops.fill import assuming_sharded
@@ -29,6 +30,7 @@ from weft.ops.shape import reshape
 from weft.ops.source import input_node
 from weft.rewrite.engine import erase_nodes
 
+Known = Callable[[], Mapping[str, torch.Tensor]]
 MOST_ELEMENTS = 2**20  # operands larger than this are not run
 
 
@@ -68,8 +70,10 @@ class Report:
         return f"not equal: {self.first or 'outputs ' + ', '.join(self.missing)}"
 
 
-def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0) -> Report:
-    """Whether `sharded` gives every output of `single`. Layouts of inputs and outputs may differ, shapes and dtypes may not."""
+def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0, known: Known | None = None) -> Report:
+    """Whether `sharded` gives every output of `single`. Layouts of inputs and outputs may differ, shapes and dtypes may not.
+
+    `known` gives values of inputs, for programs that cannot be run on others: as where the batch says how many rows are taken."""
     start = time.perf_counter()
     odd, single = _interface(single, sharded), _as_written(single, sharded)
     if odd:
@@ -79,7 +83,7 @@ def check(single: Program, sharded: Program, *, run: bool = True, seed: int = 0)
     open_ = [n for n, node in single.outputs if tidy(here[node]) is not tidy(there[sharded.output_names[n]])]
     first, kinds = _run_kinds(sharded, seed) if run else (None, 0)
     if first is None and open_:
-        first = _first_divergence(single, sharded, open_, tidy, seed)
+        first = _first_divergence(single, sharded, open_, tidy, seed, known)
     derived = len(single.outputs) - len(open_)
     return Report(first is None, len(single.outputs), derived, len(open_), kinds, first, time.perf_counter() - start)
 
@@ -245,34 +249,58 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 # -- values, and the first node that strays ------------------------------------------------------------------------------------------
 
 
-def _first_divergence(single: Program, sharded: Program, names: Iterable[str], tidy: _Tidy, seed: int) -> Place | None:
+def _first_divergence(
+    single: Program, sharded: Program, names: Iterable[str], tidy: _Tidy, seed: int, known: Known | None
+) -> Place | None:
     """None if the outputs have the same values; else the first node of `sharded` whose value `single` does not have."""
     here, there = erase_nodes(single), erase_nodes(sharded)
-    gen = torch.Generator().manual_seed(seed)
-    given = {n: _draw(node, gen) for n, node in single.input_names.items()}
     values: dict[Node, Any] = {}
     roots = [tidy(erased[p.output_names[n]]) for n in names for p, erased in ((single, here), (sharded, there))]
-    try:
-        _evaluate(roots, given, values)
-    except (RuntimeError, IndexError, InvalidProgram):  # a drawn number was no row of some table; every table has a first one
-        given, values = {n: x if x.dtype.is_floating_point else torch.zeros_like(x) for n, x in given.items()}, {}
-        _evaluate(roots, given, values)
+    failed: Exception | None = None
+    for given in _candidate_values(single, seed, known):
+        try:
+            values = {}
+            _evaluate(roots, given, values)
+            break
+        except (RuntimeError, IndexError, InvalidProgram) as error:
+            failed = error
+    else:
+        assert failed is not None
+        raise failed
     slack = _slack(single)
     apart = [
         n for n in names if not _close(values[tidy(there[sharded.output_names[n]])], values[tidy(here[single.output_names[n]])], slack)
     ]
     if not apart:
         return None
-    known = {tidy(here[n]) for n in single.nodes}
+    nodes = {tidy(here[n]) for n in single.nodes}
     _evaluate([tidy(there[n]) for n in sharded.nodes if n.op.name != "input"], given, values)
-    _evaluate(known, given, values)
-    prints = {_print(values[n]) for n in known if n in values}
+    _evaluate(nodes, given, values)
+    prints = {_print(values[n]) for n in nodes if n in values}
     needed = set(toposort([sharded.output_names[n] for n in apart]))
     for node in sharded.nodes:
         bare = tidy(there[node])
-        if node in needed and node.args and bare not in known and node.op.kind is not Kind.COMM and _print(values[bare]) not in prints:
+        if node in needed and node.args and bare not in nodes and node.op.kind is not Kind.COMM and _print(values[bare]) not in prints:
             return place(sharded, node, "the other program computes no such value")
     return Place("output", "", apart[0], "another value of the program is given under this name")
+
+
+def _candidate_values(single: Program, seed: int, known: Known | None) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Values of the inputs, the most telling first: drawn ones; integers of 0, since every table has a first row; the batch's; all that are known."""
+    gen = torch.Generator().manual_seed(seed)
+    drawn = {n: _draw(node, gen) for n, node in single.input_names.items()}
+    yield drawn
+    yield {n: x if x.dtype.is_floating_point else torch.zeros_like(x) for n, x in drawn.items()}
+    if known is None:
+        return
+    fits = {n: x for n, x in known().items() if n in drawn and _plain_of(x) == _plain_of(drawn[n]) and not x.is_meta}
+    fits = {n: x.detach().to(drawn[n].device) for n, x in fits.items()}
+    yield drawn | {n: x for n, x in fits.items() if single.input_names[n].role is Role.BATCH}
+    yield drawn | fits
+
+
+def _plain_of(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.dtype
 
 
 def _evaluate(roots: Iterable[Node], given: Mapping[str, torch.Tensor], values: dict[Node, Any]) -> None:
@@ -338,11 +366,11 @@ def locate(text: str, line: int) -> Place | None:
     return Place(m[2], "", lines[line - 1].strip(), "")
 
 
-def equal_or_raise(single: Program, sharded: Program) -> Report:
+def equal_or_raise(single: Program, sharded: Program, known: Known | None = None) -> Report:
     """The report, if the programs are equal."""
     from weft.core.errors import RuleError
 
-    report = check(single, sharded)
+    report = check(single, sharded, known=known)
     if not report.equal:
         raise RuleError("the sharded program is not the single one", needed="the same outputs", found=str(report.first or report.missing))
     return report
