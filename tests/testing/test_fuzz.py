@@ -34,7 +34,8 @@ def test_every_op_has_a_maker() -> None:
     """Those that only a captured step has apart, which tests/ops/cases_capture.py, cases_by_rows.py and cases_rounds.py try under every layout."""
     captured = {"bincount", "each", "each_backward", "each_slope", "experts", "experts_backward", "normal", "rope", "uniform"}
     captured |= {"opaque", "opaque_grad", "opaque_grad_again", "own_gradient", "rounds", "rounds_backward", "update"}
-    captured |= {"from_host", "landed", "low_einsum", "to_host"}  # made by passes, tried by cases_pointwise.py and cases_linalg.py
+    # made by passes, tried by cases_pointwise.py and cases_linalg.py
+    captured |= {"block_einsum", "by_leaves", "from_host", "landed", "low_einsum", "to_host", "tree_sum"}
     captured |= {f"{update}{rows}" for update in ("adam", "sgd", "adagrad", "rmsprop") for rows in ("", "_at")}
     assert BUILT_IN - set(MAKERS) == captured, "give the new op a maker in weft/testing"
 

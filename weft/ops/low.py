@@ -77,14 +77,13 @@ def _block_equation(types: Types, attrs: Attrs) -> Equation:
 
 
 def _block_run(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch.Tensor, equation: str, dtype: str) -> torch.Tensor:
-    """Scales are numbers of a wider dtype: each operand is what it stands for, and matmuls are summed in that dtype; on GPUs operands are
-    first rounded to the result's, whose matmuls sum in float32."""
+    """Scales are numbers of a wider dtype: each operand is what it stands for, rounded to the result's dtype, which is many digits more than
+    its own 8 bits and whose matmuls sum in at least float32."""
     left, out = equation.split("->")
     a, b, *scales = left.split(",")
-    wide = [v.to(s.dtype) * s.reshape([n if c in k else 1 for c, n in zip(labels, v.shape, strict=True)])
+    wide = [(v.to(s.dtype) * s.reshape([n if c in k else 1 for c, n in zip(labels, v.shape, strict=True)])).to(dtype_of(dtype))
             for v, s, labels, k in zip((x, y), (of_x, of_y), (a, b), scales, strict=True)]  # fmt: skip
-    wide = [v.to(dtype_of(dtype)) for v in wide] if x.is_cuda else wide
-    return torch.einsum(f"{a},{b}->{out}", *wide).to(dtype_of(dtype))
+    return torch.einsum(f"{a},{b}->{out}", *wide)
 
 
 block_einsum = define(
