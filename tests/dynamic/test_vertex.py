@@ -56,6 +56,9 @@ def test_a_product_with_a_gathered_state_is_done_where_the_state_is_made() -> No
 
 REFUSED: dict[str, tuple[Callable[[dynamic.Vertex], None], str]] = {
     "mixing rows by a mean": (lambda v: v.scatter(h=v.pull("x") - v.pull("x").mean(0)), "mixes vertices: 'h' of one depends on the others"),
+    "the number of rows": (lambda v: v.scatter(h=v.pull("x") / v.pull("x").shape[0]), "the number of vertices or edges read as a number"),
+    "the number of rows, added": (lambda v: v.scatter(h=v.pull("x") + float(len(v.pull("x")))), "the number of vertices or edges read as a number"),
+    "rows turned round": (lambda v: v.scatter(h=v.pull("x").flip(0)), "mixes vertices: 'h' of one depends on the others"),
     "mixing rows in place": (lambda v: v.scatter(h=v.pull("x").cumsum(0)), "mixes vertices: 'h' of one depends on the others in its batch"),
     "an unknown state": (lambda v: v.scatter(c=v.pull("x")), "scatters an unknown state 'c'"),
     "a wrong shape": (

@@ -56,6 +56,7 @@ def plan_program(
 ) -> Plan | Infeasible:  # fmt: skip
     """The best plan of the pool, or why there is none. `seq` are tokens of a sample of a model by name, `more` plans where not all fit."""
     asked = Candidates(model, cluster, batch, dtype, limits, seq)
+    asked.pool.thorough = objective == "memory"  # what is left out of a large pool is what is slower
     say(f"{len(asked.pool.captured.program.nodes)} nodes")
     try:
         fill(asked.pool, by_name=asked.is_fixed, say=say, more=more)

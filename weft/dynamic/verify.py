@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,10 @@ def check_rows(f: VertexProgram) -> None:
     given = {n: _example(s, f.inputs[s], device) for n, s in f.sources.items() if s in f.inputs}
     ends = [f.program.output_names[n] for n in (*f.states, *f.outputs)]
     with torch.no_grad(), _full_precision():
-        together = evaluate(f, ends, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
+        try:
+            together = evaluate(f, ends, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
+        except (IndexError, RuntimeError) as e:  # what a trace has of rows is no such number elsewhere
+            raise _mixed(f, next(iter([*f.states.values(), *f.outputs.values()])), f"{type(e).__name__} with another number of rows: {e}") from e
         for row in range(ROWS):
             mine = {n: _one(f.sources[n], x, row) for n, x in given.items()}
             alone = evaluate(f, ends, {**f.weights, **mine}, sizes=(1, PER_ROW), device=device)
@@ -53,11 +57,20 @@ def _require_rows(f: VertexProgram) -> None:
         for output, name in names.items():
             if f.program.output_names[output] in lost:
                 raise _mixed(f, name, f"{lost[f.program.output_names[output]]} over the rows of all vertices")
+    if any(n.op.name == "const" and _is_count(n.attr("value")) for n in f.program.nodes):
+        raise _mixed(f, next(iter([*f.states.values(), *f.outputs.values()])), "the number of vertices or edges read as a number")
 
 
 def _counts(size: int) -> bool:
     """Whether a size is a number of rows or edges, or of several in each."""
     return size > 0 and (size % sizes.ROWS == 0 or size % sizes.EDGES == 0)
+
+
+def _is_count(value: object) -> bool:
+    """Whether a number is how many rows or edges there are, a multiple of that or a part of one over it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value or not math.isfinite(value):
+        return False
+    return any(abs(v) >= sizes.ROWS - 1 and abs(v - round(v)) < 1e-6 and _counts(abs(round(v))) for v in (value, 1 / value))
 
 
 @contextmanager
