@@ -89,6 +89,52 @@ def test_ranks_equal_torch_where_the_batch_is_whole(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+def test_an_evaluation_leaves_no_answer_for_the_next_step() -> None:
+    (mine, reference), signs = (model(), model()), (1, -1, -1, 1)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    of = lambda sign: {"x": sign * batch(0)["x"].abs()}  # noqa: E731
+    step = parallelize(mine, branch, torch.optim.SGD(mine.parameters(), 0.1), of(1))
+    for sign in signs:
+        torch.testing.assert_close(step.eval(of(-sign)), branch(reference, of(-sign)), rtol=1e-9, atol=1e-11)
+        optimizer.zero_grad()
+        value = branch(reference, of(sign))
+        value.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(of(sign)), value, rtol=1e-9, atol=1e-11)
+
+
+def distinct(m: nn.Module, b: Any) -> Tensor:
+    """How many classes are predicted, and one of them as a key and in words."""
+    picked = m(b["x"]).argmax(-1).tolist()
+    weights = {"0": 1.0, "1": 2.0, "2": 3.0}
+    return m(b["x"]).square().mean() * len(set(picked)) * {0: 1.0, 1: 2.0, 2: 3.0}[picked[0]] * weights[str(picked[1])] * weights[f"{picked[2]:d}"]
+
+
+def test_integers_of_results_are_keys() -> None:
+    torch.testing.assert_close(by_weft(distinct, "dp1"), by_torch(distinct), rtol=1e-9, atol=1e-11)
+
+
+def test_a_program_that_was_refused_is_refused_again() -> None:
+    """It is made for a state that was reached later, and asks Python what no guard sees."""
+
+    def kind(m: nn.Module, b: Any) -> Tensor:
+        if m.weight.sum() > 0.5:
+            return (m(b["x"]) + 3).square().mean()
+        return (m(b["x"]) + 4).abs().mean() * (2 if isinstance(m(b["x"]).sum(0).argmax().item(), int) else 1)
+
+    m = model()
+    with torch.no_grad():
+        m.weight.fill_(0.05)
+    data = {"x": batch(0)["x"].abs()}
+    step, refused = parallelize(m, kind, torch.optim.SGD(m.parameters(), 0.02), data), 0
+    for _ in range(6):
+        try:
+            step(data)
+        except CaptureError:
+            refused += 1
+    assert refused >= 3 and step.steps == 6 - refused
+
+
 class Deep(nn.Module):
     """Stops when it has settled, leaves early when it is sure, and sends rows to experts: as its parameters say."""
 

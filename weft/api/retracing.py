@@ -164,6 +164,7 @@ class Variants:
     def choose(self, step: Step, batch: Any, exact: bool = False) -> None:
         """Make the step run the program that this call needs; with `exact` one that was compiled for its shape, and no other."""
         self.exact = exact
+        self.answers.forget()  # an evaluation, or a call that failed, had others
         fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
         other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
         same = self._settings_hold() and step.captured.given == self.given and _answers_hold(step, step.captured)
@@ -317,7 +318,12 @@ class Variants:
             self._use(step, *self._trace(step, batch, shapes, alone=self.impure), batch, shapes)
         elif reached:  # it is for this state alone
             step.read_anew()
-            step.check_reached_state(batch)
+            try:
+                step.check_reached_state(self._example_of(batch, shapes))
+            except Exception:
+                self.kept.remove(form)
+                reads.asked[0].value = None  # never holds: the next call traces and compares again
+                raise
 
     def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
+from weft.api.check_blocks import filled
 from weft.api.check_module import LossCase
 from weft.api.check_step import Case, Verdict, check_against_torch, check_current_state
 from weft.api.checkpoint import Store, as_dtensor
@@ -197,7 +198,11 @@ class Step(StepState):
         if self.checked:
             case = LossCase(self.model, self.loss, None, How(), self.compiled.device)
             with as_before(captured.reads):
-                seen_by_first(lambda: check_against_torch(captured, case, batch))
+                if any(q.of_state for q in cast(Reads, captured.reads).asked):
+                    given = {n: self.full(n) for n in captured.program.input_names if n in self.state_names and n not in captured.constants}
+                    seen_by_first(lambda: check_current_state(captured, case, batch, given))
+                else:
+                    seen_by_first(lambda: check_against_torch(captured, case, batch))
 
     def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
         given = {**named_batch(batch), **self.lifted(batch)}
@@ -424,6 +429,7 @@ class Step(StepState):
     def check_reached_state(self, batch: Any) -> None:
         """Compare the program with torch, both from the state reached."""
         if self.checked and self._full_step is not None:
+            batch = filled(batch, self.compiled.device)
             with as_before(self._full_step.reads):
                 self._against_torch(self._full_step, batch, self._inputs(batch))
 

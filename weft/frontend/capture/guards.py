@@ -497,7 +497,7 @@ def _plain_leaves(batch: Any) -> dict[str, Any]:
 
 
 def _contents(x: np.ndarray) -> str:
-    return f"array of {x.dtype}{list(x.shape)}: {hashlib.sha256(x.tobytes()).hexdigest()}" if x.dtype != object else repr(x)
+    return f"array of {x.dtype}{list(x.shape)}: {hashlib.sha256(x.tobytes()).hexdigest()}" if x.dtype != object else repr(x.tolist())
 
 
 @functools.cache

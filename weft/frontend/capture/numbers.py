@@ -73,7 +73,7 @@ class Number(torch.SymFloat):
         return _decide(w.ne(self.node.node, _like(self, 0)))
 
     def __hash__(self) -> int:
-        return hash(self.node.node)
+        return hash(self._now())
 
     def __repr__(self) -> str:
         return f"Number({self.node.node})"
@@ -96,7 +96,23 @@ class Number(torch.SymFloat):
     def __trunc__(self) -> Any:
         return self.__ceil__() if self < 0 else self.__floor__()
 
-    __round__ = None  # type: ignore[assignment]
+    def _now(self) -> Any:
+        """The number at hand, asked of the state and batch before each step: another one means another program."""
+        found = self.node.guard_float()
+        return int(found) if self._is_integer() else found
+
+    def _is_integer(self) -> bool:
+        n = self.node.node
+        return n.op.name == "cast" and not n.args[0].dtype.is_floating_point
+
+    def __str__(self) -> str:
+        return str(self._now()) if self._is_integer() else repr(self)  # what is only printed decides nothing
+
+    def __format__(self, spec: str) -> str:
+        return format(self._now(), spec) if self._is_integer() else super().__format__(spec)
+
+    def __round__(self, *digits: Any) -> Any:
+        return round(self._now(), *digits)
 
 
 class Condition:
