@@ -32,18 +32,18 @@ PLANS = {2: ("dp2", "tp2", "dp2,zero1", "dp2,zero3"), 4: ("dp4", "tp4", "dp2,tp2
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, function: Any, dropout: float) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.2)
+        self.up, self.down, self.drop, self.function = nn.Linear(16, width), nn.Linear(width, 16), nn.Dropout(dropout), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(F.gelu(self.up(x))))
+        return self.down(self.drop(self.function(self.up(x))))
 
 
-def of_mlp() -> tuple[nn.Module, Any, list[Any]]:
+def of_mlp(width: int = 32, function: Any = F.gelu, dropout: float = 0.2) -> tuple[nn.Module, Any, list[Any]]:
     torch.manual_seed(0)
     batches = [tuple(torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for _ in range(2)) for i in range(3)]
-    return MLP(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches
+    return MLP(width, function, dropout), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches
 
 
 def of_zoo(name: str, **sizes: Any) -> tuple[nn.Module, Any, list[Any]]:
@@ -78,6 +78,18 @@ def test_bits_are_those_of_one_process(name: str, ranks: int, tmp_path: Path) ->
             assert not odd, f"{plan}: {odd} of {len(want)} differ"
 
     on_ranks(ranks, job, tmp_path)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.softplus, F.mish, F.gelu, torch.tanh], ids=lambda f: f.__name__)
+def test_so_are_those_of_functions_whose_shards_fill_no_vectors(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "narrow", lambda: of_mlp(10, function, 0.0))
+    want = trained("narrow", "dp1")
+
+    def job(rank: int) -> None:
+        for plan in ("dp2", "tp2"):
+            assert all(torch.equal(a, b) for a, b in zip(trained("narrow", plan), want, strict=True)), plan
+
+    on_ranks(2, job, tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)

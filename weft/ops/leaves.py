@@ -137,8 +137,22 @@ def _local(ctx: Local, *xs: torch.Tensor, inner: str, leaves: Sequence[tuple[str
         each = [run({**spans, label: (at, leaf)}, waiting[1:]) for at in range(0, sizes[label], leaf)]
         return tuple(torch.cat(ys, out.index(label)) if label in out else pairs(ys) for ys, out in zip(zip(*each, strict=True), eq.outs, strict=True))
 
+    if op.kind is Kind.POINTWISE and op.local is None:
+        return _without_tail(op.run, xs, attrs)
     found = run({}, leaves)
     return found if len(found) > 1 else found[0]
+
+
+FULL = 64  # elements: several of a processor's vectors
+
+
+def _without_tail(run: Any, xs: Sequence[torch.Tensor], attrs: Attrs) -> torch.Tensor:
+    """A function of every element, of as many as fill vectors: what is left over is computed by other code, whose last digit differs."""
+    xs = torch.broadcast_tensors(*xs)
+    size = xs[0].numel()
+    flat = [torch.cat([x.reshape(-1), x.new_ones(-size % FULL)]) for x in xs]
+    made: torch.Tensor = run(*flat, **attrs)
+    return made[:size].reshape(xs[0].shape)
 
 
 def _is_matmul(eq: Equation) -> bool:
