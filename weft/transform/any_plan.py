@@ -24,7 +24,8 @@ from weft.transform.updates import unfold_updates
 
 LEAVES = 8  # parts of a dim, where its size allows: so many ranks may share it
 APPROXIMATED = frozenset({
-    "cos", "each", "each_backward", "each_slope", "erf", "exp", "gelu", "gelu_backward", "log", "pow", "rsqrt", "sigmoid", "silu", "silu_backward", "sin", "tanh",
+    "cos", "each", "each_backward", "each_slope", "erf", "exp", "gelu", "gelu_backward", "log", "pow", "rsqrt",
+    "sigmoid", "silu", "silu_backward", "sin", "tanh",
 })  # fmt: skip
 MOVES = frozenset({"take", "gather", "scatter", "rotary", "rope", "from_host", "argmax", "sort", "topk", "bincount", "expert_slots", "dispatch",
                    "max_pool2d"})  # fmt: skip
