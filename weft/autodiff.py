@@ -169,7 +169,7 @@ def _summed(cts: Sequence[Node], products: bool) -> list[Node]:
 
 
 def _push(node: Node, cts: list[Node | None], active: set[Node]) -> list[tuple[Slot, Node]]:
-    if node.op.name == "item":
+    if node.op.is_item:
         (ct,) = cts
         return [((node.args[0], node.attr("index")), ct)] if ct is not None else []
     if not any(a in active for a in node.args):

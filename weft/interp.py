@@ -35,7 +35,7 @@ def run_global(
     values: dict[Node, Value] = {}
     last = {a: node for node in program.nodes for a in node.args} | {n: None for _, n in program.outputs}
     for node in program.nodes:
-        values[node] = _whole(inputs, node) if node.op.name == "input" else _meaning(node, [values[a] for a in node.args], prime)
+        values[node] = _whole(inputs, node) if node.op.is_input else _meaning(node, [values[a] for a in node.args], prime)
         if device is not None and not node.args and isinstance(values[node], torch.Tensor):
             values[node] = values[node].to(device)
         for a in {a for a in node.args if last[a] is node}:
@@ -63,7 +63,7 @@ def _meaning(node: Node, args: list[Value], prime: int | None) -> Value:
     attrs = dict(node.attrs)
     if prime is None:
         return node.op.run(*args, **attrs)
-    if node.op.name == "item":
+    if node.op.is_item:
         return args[0][attrs["index"]]
     _require_field(node)
     return node.op.field(prime, *args, **attrs)
@@ -82,7 +82,7 @@ def run_ranks(program: Program, inputs: Mapping[str, list[Any]], *, prime: int |
     """Per output, the local value of every rank; inputs likewise. A rank that holds nothing has None."""
     values: dict[Node, list[Value]] = {}
     for node in program.nodes:
-        if node.op.name == "input":
+        if node.op.is_input:
             values[node] = _take(inputs, node)
         elif node.op.kind is Kind.COMM:
             values[node] = _communicate(node, [values[a] for a in node.args], prime)

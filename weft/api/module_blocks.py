@@ -63,7 +63,7 @@ def with_gradients(outputs: Mapping[str, Node], seeds: Iterable[tuple[Node, Node
 
 def program_of(outputs: Mapping[str, Node], name: str) -> Program:
     made = split_at(outputs.values(), {})
-    return new_program(name, next(iter(outputs.values())).mesh, [n for n in made if n.op.name == "input"], dict(outputs))
+    return new_program(name, next(iter(outputs.values())).mesh, [n for n in made if n.op.is_input], dict(outputs))
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class ModuleBlock:
             return program_of(self.gives, name)
         seeds = [(n, input_node(f"ct.{k[2:]}", n.type)) for k, n in self.gives.items() if k.startswith("y.") and n.dtype.is_floating_point]
         wrt = {str(x.attr("name")): x for n, x in self.given.items() if n in self.call.moving and n.dtype.is_floating_point}
-        inputs = {str(n.attr("name")): n for n in split_at(self.gives.values(), {}) if n.op.name == "input"}
+        inputs = {str(n.attr("name")): n for n in split_at(self.gives.values(), {}) if n.op.is_input}
         wrt |= {k: inputs[k] for k, t in self.own.items() if t.requires_grad and k in inputs}
         return with_gradients(self.gives, seeds, wrt, name)
 
@@ -164,7 +164,7 @@ class ModuleBlocks:
             return None  # it hands on what it was given, or what others make of its results too: a gradient has two ways then
         made = split_at([*call.returned, *(n for _, n in call.written)], at)
         inputs = set(at.values())
-        if any(n.op.name == "input" and n not in inputs and not str(n.attr("name")).startswith(KNOWN) for n in made.values()):
+        if any(n.op.is_input and n not in inputs and not str(n.attr("name")).startswith(KNOWN) for n in made.values()):
             return None  # it reads something that it is not given
         gives = {f"y.{i}": made[n] for i, n in enumerate(dict.fromkeys(call.returned))} | {readable(f"buffer.{k}"): made[n] for k, n in call.written}
         plain = tuple(None if isinstance(x, Node) else (type(x), x) for x in (*call.given, *call.results))
@@ -200,7 +200,7 @@ class Around:
             self.program = program_of(gives, "around")
             return
         self.cts = {n: f"ct.{self.given[n]}" for n in self.given if n in moving}
-        inputs = {str(n.attr("name")): n for n in made.values() if n.op.name == "input"}
+        inputs = {str(n.attr("name")): n for n in made.values() if n.op.is_input}
         wrt = {n: x for n, x in inputs.items() if n in captured.parameters and captured.parameters[n].requires_grad}
         flows = {n for b in blocks for n in b.call.returned if n in b.call.moving and n.dtype.is_floating_point}
         wrt |= {name: at[n] for n, name in self.returned.items() if n in flows}

@@ -298,7 +298,7 @@ class Range:
 
 
 def _numbers(n: Node) -> Any:
-    return (n.attrs, n.types if n.op.name == "input" else ())
+    return (n.attrs, n.types if n.op.is_input else ())
 
 
 def _wiring(program: Program) -> Any:

@@ -581,20 +581,20 @@ def _filled_in(program: Program, values: Mapping[str, float]) -> dict[str, Node]
     """The outputs where inputs are these numbers, and what follows from numbers alone is computed, as Python would have."""
     made: dict[Node, Node] = {}
     for n in program.nodes:
-        if n.op.name == "input" and n.attr("name") in values:
+        if n.op.is_input and n.attr("name") in values:
             made[n] = constant(values[n.attr("name")], n.dtype, n.mesh)
             continue
         args = tuple(made[a] for a in n.args)
-        if n.args and all(a.op.name == "const" for a in args) and n.shape == () and len(n.types) == 1:
+        if n.args and all(a.op.is_number for a in args) and n.shape == () and len(n.types) == 1:
             made[n] = _computed(n, args)
         else:
-            args = args[::-1] if n.op.name in ("add", "mul") and args[0].op.name == "const" else args
+            args = args[::-1] if n.op.name in ("add", "mul") and args[0].op.is_number else args
             made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
     return {name: made[n] for name, n in program.outputs}
 
 
 def _computed(n: Node, args: tuple[Node, ...]) -> Node:
-    if n.op.name == "cast":
+    if n.op.is_cast:
         return constant(args[0].attr("value"), n.dtype, n.mesh)
     wide = [torch.tensor(a.attr("value"), dtype=torch.float64 if a.dtype.is_floating_point else a.dtype) for a in args]
     return constant(n.op.run(*wide, **dict(n.attrs)).item(), n.dtype, n.mesh)

@@ -124,16 +124,16 @@ def _takes_part(program: Program, group: Group, rank: int) -> bool:
 
 def _with_items(program: Program, group: Group) -> Group:
     """The group and the single results of its collectives over several tensors."""
-    items = [u for n in group.nodes for u in program.users[n] if u.op.name == "item"]
+    items = [u for n in group.nodes for u in program.users[n] if u.op.is_item]
     return replace(group, nodes=tuple(dict.fromkeys([*group.nodes, *items])))
 
 
 def edges(program: Program, group: Group) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """What a group reads from outside it, and what of it is read outside."""
     inside = set(group.nodes)
-    inputs = dict.fromkeys(a for n in group.nodes for a in n.args if a not in inside and a.op.name != "const")
+    inputs = dict.fromkeys(a for n in group.nodes for a in n.args if a not in inside and not a.op.is_number)
     outputs = [n for n in group.nodes if program.outputs_of(n) or any(u not in inside for u in program.users[n])]
-    outputs = [n for n in outputs if n.op.name != "const"]
+    outputs = [n for n in outputs if not n.op.is_number]
     return tuple(inputs), tuple(outputs)
 
 
@@ -203,7 +203,7 @@ class _Chunking:
             raise NotFusable(f"{n.op.name} needs the full chunked dim")
         self.where[n] = eq.outs[0].index(label)
         for k, a in enumerate(n.args):
-            if a.op.name != "const" and label in eq.ins[k]:
+            if not a.op.is_number and label in eq.ins[k]:
                 self.where.setdefault(a, eq.ins[k].index(label))
 
     def _moving_axes(self) -> set[str]:

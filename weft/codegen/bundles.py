@@ -22,7 +22,7 @@ def bundles_of(
     alike: dict[object, list[Node]] = {}
     for n in wires:
         if len(n.args) == 1 and n.op.name in WRITERS and not n.attr("tree"):
-            early = n.op.name == "all_gather" and n.args[0].op.name == "input"
+            early = n.op.name == "all_gather" and n.args[0].op.is_input
             how = partial_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
             alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
     found = []

@@ -65,7 +65,7 @@ def fuse_group(program: Program, group: Group, rank: int, *, donate: bool = Fals
 class _Lowering:
     def __init__(self, program: Program, group: Group, rank: int, donate: bool, spend: frozenset[str]) -> None:
         self.program, self.group, self.donate, self.spend = program, group, donate, spend
-        items = [u for n in group.nodes for u in program.users[n] if u.op.name == "item"]
+        items = [u for n in group.nodes for u in program.users[n] if u.op.is_item]
         self.nodes = list(dict.fromkeys([*group.nodes, *items]))
         self.members = set(self.nodes)
         self.shares_totals = False  # whether some total is over several parts
@@ -276,7 +276,7 @@ class _Component:
         return n in self.whole.members and n.op.kind is Kind.POINTWISE and n.op.name != "dropout" and self._joined_totals(n) is None
 
     def _lower(self, n: Node) -> Value:
-        if n.op.name == "const":
+        if n.op.is_number:
             return expr.const(n.attr("value"))
         if n not in self.whole.members:
             return self._outside(n)
@@ -399,13 +399,13 @@ def _flat(n: Node, op: str, members: set[Node]) -> list[Node]:
 
 def collective(n: Node) -> str | None:
     """The collective this is one result of, whether it moves one tensor or several."""
-    call = n.args[0] if n.op.name == "item" else n
+    call = n.args[0] if n.op.is_item else n
     return call.op.name if call.op.kind is Kind.COMM else None
 
 
 def operands(n: Node) -> tuple[Node, ...]:
     """What this value is made from; of a collective over several tensors, the one it is."""
-    return (n.args[0].args[n.attr("index")],) if n.op.name == "item" and collective(n) else n.args
+    return (n.args[0].args[n.attr("index")],) if n.op.is_item and collective(n) else n.args
 
 
 def is_scalar(n: Node) -> bool:
@@ -414,7 +414,7 @@ def is_scalar(n: Node) -> bool:
 
 def _skip_widening(x: Node, members: set[Node]) -> Node:
     """Terms are widened as they are read, so a cast to a wider float before a reduction costs nothing."""
-    while x in members and x.op.name == "cast" and x.dtype.is_floating_point and x.dtype.itemsize >= x.args[0].dtype.itemsize:
+    while x in members and x.op.is_cast and x.dtype.is_floating_point and x.dtype.itemsize >= x.args[0].dtype.itemsize:
         x = x.args[0]
     return x
 
@@ -483,7 +483,7 @@ def _readable(nodes: list[Node], program: Program) -> list[str]:
     """A name for each slot after the input or output it is, without the numbers that tell parts apart."""
     names: list[str] = []
     for k, n in enumerate(nodes):
-        given = n.attr("name") if n.op.name == "input" else next(iter(program.outputs_of(n)), "x")
+        given = n.attr("name") if n.op.is_input else next(iter(program.outputs_of(n)), "x")
         base = "".join(c if c.isalnum() else "_" for c in str(given)).strip("_0123456789") or "x"
         usable = base.isidentifier() and not keyword.iskeyword(base) and base not in TAKEN | set(names)
         names.append(base if usable else f"{base}{k}_" if base in TAKEN or keyword.iskeyword(base) else f"{base}{k}")

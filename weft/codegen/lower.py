@@ -71,7 +71,7 @@ def rank_program(
             pending |= dict.fromkeys(unit.outputs)
         elif isinstance(unit, Node) and is_wire(unit):
             pending[unit] = None
-        steps.append(Step(unit, waits, tuple(a for a in args if last.get(a) == i and a in mine and a.op.name != "const")))
+        steps.append(Step(unit, waits, tuple(a for a in args if last.get(a) == i and a in mine and not a.op.is_number)))
     homes = _homes(program, units) if donate and device == "cpu" and gathers_parameters(program) else {}
     return RankProgram(program, coords, tuple(steps), tuple(pending), reasons, homes)
 

@@ -49,7 +49,7 @@ def order(program: Program, far: Mapping[str, int] = MappingProxyType({})) -> li
 
     `far` are the bytes of a message by axis, where messages are counted.
     """
-    nodes = [n for n in program.nodes if n.op.name != "input"]
+    nodes = [n for n in program.nodes if not n.op.is_input]
     early, roots, tail = _after_results(program), *tails(program)
     views = {n for n in nodes if n.op.kind is Kind.VIEW and program.users[n] and all(map(is_wire, program.users[n]))}  # of what is sent
     sent, early_gathers = _sent(program, nodes), _ahead(nodes, far)
@@ -83,7 +83,7 @@ def _ahead(nodes: list[Node], far: Mapping[str, int]) -> dict[Node, int]:
     queues: dict[str, deque[tuple[int, float]]] = {axis: deque() for axis in far}
     under_way = dict.fromkeys(far, 0.0)
     for i, n in enumerate(nodes):
-        if not is_wire(n) or any(a.op.name != "input" for a in n.args):
+        if not is_wire(n) or any(not a.op.is_input for a in n.args):
             continue
         found[n] = i
         if n.attr("axis") in queues:

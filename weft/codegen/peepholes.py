@@ -86,7 +86,7 @@ def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Peepho
 def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] | None:
     """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; nothing but reshapes between."""
     found: list[Node] = []
-    users = [u for u in p.users[n] if u.op.name == "item" and u.attr("index") == 0] if first else list(p.users[n])
+    users = [u for u in p.users[n] if u.op.is_item and u.attr("index") == 0] if first else list(p.users[n])
     while len(users) == 1 and not p.outputs_of(users[0]):
         found.append(users[0])
         if users[0].op.name == "reduce_scatter" and users[0].attr("axis") == axis and users[0].attr("dim") == 0:

@@ -89,13 +89,13 @@ class _Writer:
         if self.rp.homes or any(isinstance(step.what, Block) and step.what not in own for step in self.rp.steps):
             return ""
         read = dict.fromkeys(a for step in updates for a in step.what.inputs)  # type: ignore[union-attr]
-        values = "".join(f"{self.var[a]}, " for a in read if a.op.name not in ("input", "const"))
+        values = "".join(f"{self.var[a]}, " for a in read if not (a.op.is_input or a.op.is_number))
         overwritten = {new for step in updates if isinstance(step.what, Peephole) for new, _ in step.what.instead}
         made = {n for step in updates if isinstance(step.what, Block) for n in step.what.outputs}
         gone = overwritten | made
         results = ", ".join(f"{name!r}: {self.value(n)}" for name, n in outs if n not in gone)
         self.lines = []
-        self.read_inputs(a for a in read if a.op.name == "input")
+        self.read_inputs(a for a in read if a.op.is_input)
         for step in updates:
             if isinstance(step.what, Block):
                 self.block(step.what)
@@ -127,7 +127,7 @@ class _Writer:
             self.line(f"{self.target(step.what)} = {self.expression(step.what)}", step.what)
         if step.what in self.rp.homes:
             self.line(f"{self.var[step.what]} = {self.var[self.rp.homes[step.what]]}.copy_({self.var[step.what]})")  # type: ignore[index]
-        frees = [self.var[n] for n in step.frees if n in self.var and n.op.name != "input"]
+        frees = [self.var[n] for n in step.frees if n in self.var and not n.op.is_input]
         frees += [self.backward_of[step.what]] if step.what in self.backward_of else []
         if frees:
             self.line(f"del {', '.join(frees)}")
@@ -328,11 +328,11 @@ def _order(n: Node) -> str:
 
 def _is_scalar_operand(user: Node, n: Node) -> bool:
     """Whether a constant stands next to a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
-    return n.op.name == "const" and user.op.name in INFIX and any(a.op.name != "const" and a.dtype == n.dtype for a in user.args)
+    return n.op.is_number and user.op.name in INFIX and any(not a.op.is_number and a.dtype == n.dtype for a in user.args)
 
 
 def _is_always_scalar_operand(rp: RankProgram, n: Node) -> bool:
-    return n.op.name == "const" and not rp.program.outputs_of(n) and all(_is_scalar_operand(user, n) for user in rp.program.users[n])
+    return n.op.is_number and not rp.program.outputs_of(n) and all(_is_scalar_operand(user, n) for user in rp.program.users[n])
 
 
 def _rooms(rp: RankProgram) -> dict[Node, tuple[str, int]]:

@@ -59,7 +59,7 @@ def _is_fused_adam(n: Node) -> bool:
 
 def _awaited(n: Node) -> Node | None:
     """The collective a gradient comes from, seen through views."""
-    while n.op.kind is Kind.VIEW or n.op.name == "item":
+    while n.op.kind is Kind.VIEW or n.op.is_item:
         n = n.args[0]
     return n if n.op.kind is Kind.COMM else None
 
@@ -112,7 +112,7 @@ def _in_place(p: Program, n: Node) -> bool:
     state = p.next_of
     for home, new in _results(p, n):
         names = p.outputs_of(new)
-        if p.users[new] or home.op.name != "input" or not names or any(state.get(name) != home.attr("name") for name in names):
+        if p.users[new] or not home.op.is_input or not names or any(state.get(name) != home.attr("name") for name in names):
             return False
         if p.outputs_of(home) or new.type != home.type:
             return False

@@ -128,6 +128,11 @@ class Op:
     parts: Function = None  # of an update by rows: the nodes it stands for
     erased: Function = None  # what it is to one device, in other ops, where ranks or the order of sums are all that it adds
     pieces: Function = None  # of another op done piece by piece: that op's node, the pieces of every label, and bytes moved to cut and join them
+    is_input: bool = False  # a value given from outside, by `name`
+    is_number: bool = False  # one number, `value`
+    is_item: bool = False  # one of the values of its operand, by `index`
+    is_tuple: bool = False  # its operands as one tuple
+    is_cast: bool = False  # its operand in another dtype
     doc: str = ""
 
     def __call__(self, *args: Any, **attrs: Any) -> Any:
@@ -336,7 +341,7 @@ def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
 
 def inferred(op: Op, args: tuple[Node, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
     """The types of an op's values, worked out once for operands of the same types: the blocks of a model are the same."""
-    if op.name == "item":
+    if op.is_item:
         return (args[0].types[dict(said)["index"]],)
     return _inferred(op, tuple(_one(a, op) for a in args), said)
 

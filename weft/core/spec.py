@@ -31,7 +31,7 @@ def _names_can_be_read_back(p: Program) -> str | None:
 
 def _inputs_are_declared(p: Program) -> str | None:
     declared = set(p.inputs)
-    stray = [n for n in p.nodes if n.op.name == "input" and n not in declared]
+    stray = [n for n in p.nodes if n.op.is_input and n not in declared]
     return f"input {stray[0].attr('name')!r} is read but not declared" if stray else None
 
 

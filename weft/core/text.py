@@ -32,7 +32,7 @@ def _names(program: Program) -> dict[Node, str]:
     names: dict[Node, str] = {}
     numbers = itertools.count()
     for n in program.nodes:
-        if n.op.name == "input":
+        if n.op.is_input:
             names[n] = f"%{n.attr('name')}"
         elif not _literal_everywhere(program, n):
             names[n] = f"%{next(numbers)}"
@@ -41,13 +41,13 @@ def _names(program: Program) -> dict[Node, str]:
 
 def _literal_everywhere(program: Program, node: Node) -> bool:
     """A constant that every reader would turn back into the same node from the bare number."""
-    if node.op.name != "const" or program.outputs_of(node) or any(node in g.nodes for g in program.groups):
+    if not node.op.is_number or program.outputs_of(node) or any(node in g.nodes for g in program.groups):
         return False
     return all(_is_literal(user, node) for user in program.users[node])
 
 
 def _is_literal(user: Node, node: Node) -> bool:
-    beside = [a for a in user.args if a.op.name != "const"]
+    beside = [a for a in user.args if not a.op.is_number]
     return bool(beside) and len(beside[0].types) == 1 and _number_dtype(node.attr("value"), beside) == node.dtype
 
 
@@ -61,7 +61,7 @@ def node_lines(program: Program) -> dict[Node, str]:
 
 
 def _call(node: Node, names: Mapping[Node, str]) -> str:
-    if node.op.name == "input":
+    if node.op.is_input:
         return f"input({node.role.value if node.role is not None else ''})"
     args = [names[a] if a in names else repr(a.attr("value")) for a in node.args]
     attrs = [f"{k}={v!r}" for k, v in node.attrs if k not in HIDDEN]

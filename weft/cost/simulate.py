@@ -65,8 +65,8 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None, above:
 
 def _item(node: Node) -> Node:
     """What an item of a tuple was before it was put there."""
-    inner = node.args[0] if node.op.name == "item" else node
-    return _item(inner.args[node.attr("index")]) if inner is not node and inner.op.name == "together" else node
+    inner = node.args[0] if node.op.is_item else node
+    return _item(inner.args[node.attr("index")]) if inner is not node and inner.op.is_tuple else node
 
 
 def send_seconds(cluster: Cluster, size: float, stages: int) -> float:

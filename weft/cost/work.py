@@ -315,7 +315,7 @@ def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
 
 def _written_here(node: Node) -> int:
     """Bytes a kernel writes of a value in its rank's own memory: of one it gathers, its slice; its peers write theirs."""
-    of, picked = (node.args[0], slice(node.attr("index"), node.attr("index") + 1)) if node.op.name == "item" else (node, slice(None))
+    of, picked = (node.args[0], slice(node.attr("index"), node.attr("index") + 1)) if node.op.is_item else (node, slice(None))
     held = [a.type for a in of.args] if of.op.name == "all_gather" else of.types
     return sum(nbytes(t) for t in held[picked])
 

@@ -279,7 +279,7 @@ def _einsum(run: _Run, node: Node) -> Any:
 def _by_edge(run: _Run, node: Node) -> bool:
     """Whether its index says which vertex each edge belongs to."""
     index = node.args[1]
-    return node.attr("dim", 0) == 0 and index.op.name == "input" and run.f.sources.get(index.attr("name")) == Source("at")
+    return node.attr("dim", 0) == 0 and index.op.is_input and run.f.sources.get(index.attr("name")) == Source("at")
 
 
 @_form("take")

@@ -52,7 +52,7 @@ def _is_zero(n: Node, zeros: set[Node]) -> bool:
     if any(part <= zero for part in arg_sets(n.op.linear, len(n.args))) or n.op.kind is Kind.COMM or n.op.name == "segment_max":
         return 0 in zero or n.op.name != "segment_max"
     rest = [a for i, a in enumerate(n.args) if i not in zero]
-    if n.op.kind is not Kind.POINTWISE or n.dtype is torch.bool or any(a.op.name != "const" for a in rest):
+    if n.op.kind is not Kind.POINTWISE or n.dtype is torch.bool or any(not a.op.is_number for a in rest):
         return False
     args = [torch.zeros((), dtype=a.dtype) if a in zeros else torch.tensor(a.attr("value"), dtype=a.dtype) for a in n.args]
     return bool(n.op.run(*args, **dict(n.attrs)) == 0)
@@ -164,7 +164,7 @@ def hoist(functions: Mapping[str, VertexProgram], states: dict[str, Shape]) -> d
         for node in functions[name].program.find_all("matmul"):
             f = out[name]
             x, matrix = node.args
-            source = f.sources.get(x.attr("name", "")) if x.op.name == "input" else None
+            source = f.sources.get(x.attr("name", "")) if x.op.is_input else None
             chain = _of_weight(f, matrix)
             if source is None or source.role != "edge" or chain is None or any(isinstance(p, P) for _, p in node.layout.held):
                 continue
@@ -197,7 +197,7 @@ def _also_scatter(producer: VertexProgram, state: str, new: str, chain: list[Any
     weight, *views = chain
     name = next((n for n, w in producer.weights.items() if w is weight), f"param.weight{len(producer.weights)}")
     base = matrix
-    while base.op.name != "input":
+    while not base.op.is_input:
         base = base.args[0]
     operand = producer.program.input_names.get(name) or input_node(name, Type(base.dtype, base.layout), Role.PARAMETER)
     for view in views:

@@ -116,7 +116,7 @@ class VertexProgram:
 
     def weight_at(self, node: Node) -> Tensor | None:
         """The tensor that an input stands for."""
-        return self.weights.get(node.attr("name", "")) if node.op.name == "input" else None
+        return self.weights.get(node.attr("name", "")) if node.op.is_input else None
 
     def with_nodes(self, swap: Mapping[Node, Node], step: str) -> VertexProgram:
         """Some nodes replaced and what depends on them made anew."""
@@ -125,7 +125,7 @@ class VertexProgram:
 
     def with_outputs(self, outputs: Sequence[tuple[str, Node]], step: str, **facts: Any) -> VertexProgram:
         """Other outputs, and the inputs that they need."""
-        read = dict.fromkeys(n for n in toposort(n for _, n in outputs) if n.op.name == "input")
+        read = dict.fromkeys(n for n in toposort(n for _, n in outputs) if n.op.is_input)
         inputs = [*(n for n in self.program.inputs if n in read), *(n for n in read if n not in self.program.input_set)]
         return replace(self, program=self.program.with_outputs(outputs, step, inputs=inputs), **facts)
 

@@ -57,7 +57,7 @@ def _require_rows(f: VertexProgram) -> None:
         for output, name in names.items():
             if f.program.output_names[output] in lost:
                 raise _mixed(f, name, f"{lost[f.program.output_names[output]]} over the rows of all vertices")
-    if any(n.op.name == "const" and _is_count(n.attr("value")) for n in f.program.nodes):
+    if any(n.op.is_number and _is_count(n.attr("value")) for n in f.program.nodes):
         raise _mixed(f, next(iter([*f.states.values(), *f.outputs.values()])), "the number of vertices or edges read as a number")
 
 

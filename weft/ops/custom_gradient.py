@@ -38,7 +38,7 @@ def with_gradient(
     for n in toposort(moving):
         if n is ct or any(a in after for a in n.args):
             after.add(n)
-    read = dict.fromkeys(a for n in toposort(moving) if n in after for a in n.args if a not in after and (a.args or a.op.name == "input"))
+    read = dict.fromkeys(a for n in toposort(moving) if n in after for a in n.args if a not in after and (a.args or a.op.is_input))
     read |= dict.fromkeys(g for g in moving if g not in after)
     stands = {ct: input_node("own.ct", ct.type)} | {a: input_node(f"own.{k}", a.type) for k, a in enumerate(read) if len(a.types) == 1}
     made = remade(moving, stands)

@@ -172,7 +172,7 @@ def before_comm(x: Node) -> Node:
     while True:
         if is_comm(x) and len(x.args) == 1:
             x = x.args[0]
-        elif x.op.name == "item" and is_comm(x.args[0]):
+        elif x.op.is_item and is_comm(x.args[0]):
             x = x.args[0].args[x.attr("index")]
         else:
             return x

@@ -229,7 +229,7 @@ def _one(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Node:
 
 def _number(n: Node, numbers: dict[Node, Node], first: int) -> Node:
     """A number that the body reads: itself if it is a constant, else an operand."""
-    if n.op.name == "const":
+    if n.op.is_number:
         return n
     return numbers.setdefault(n, _one(f"x{first + len(numbers)}", n.dtype, ()))
 
@@ -243,7 +243,7 @@ def _run_body(*xs: torch.Tensor, body: str, numbers: int) -> Any:
     program = _parsed(body)
     found: dict[Node, torch.Tensor] = {n: xs[int(n.attr("name")[1:])] for n in program.inputs}
     for n in program.nodes:
-        if n.op.name == "const":
+        if n.op.is_number:
             found[n] = torch.full((), n.attr("value"), dtype=n.dtype, device=xs[0].device)
         elif n not in found:
             found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
@@ -254,7 +254,7 @@ def _run_body(*xs: torch.Tensor, body: str, numbers: int) -> Any:
 def _unfold_body(n: Node) -> Values:
     program = _parsed(n.attr("body"))
     swap = {x: n.args[int(x.attr("name")[1:])] for x in program.inputs}
-    swap |= {x: constant(x.attr("value"), x.dtype, n.mesh) for x in program.nodes if x.op.name == "const"}
+    swap |= {x: constant(x.attr("value"), x.dtype, n.mesh) for x in program.nodes if x.op.is_number}
     made = remade([y for _, y in program.outputs], swap)
     return tuple(made[y] for _, y in program.outputs)
 

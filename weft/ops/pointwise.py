@@ -140,7 +140,7 @@ keep_where: Op = define(
 
 def spread(ct: Node, like: Node) -> Node:
     """A cotangent that is one number, as a tensor of its dtype: generated code would lose that."""
-    if ct.op.name != "const" or not like.ndim:
+    if not ct.op.is_number or not like.ndim:
         return ct
     return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape, cuts=())  # type: ignore[no-any-return]
 
@@ -157,7 +157,7 @@ def _power(x: Node, number: float) -> Node:
 def _pow_vjp(n: Node, ct: Node) -> Any:
     """Nothing flows through x**0, nor to the power of 0**e for e >= 0, as torch has it."""
     x, e = n.args
-    if e.op.name == "const":
+    if e.op.is_number:
         number = e.attr("value")
         return (fit(ct * (number * _power(x, number - 1.0)), x) if number else _nothing(n)), None
     slope = ct * (e * pow_(x, e - 1.0))
@@ -409,6 +409,7 @@ cast: Op = define(
     vjp=lambda n, ct: (cast(ct, dtype=DTYPE_NAMES[n.args[0].dtype]) if n.args[0].dtype.is_floating_point else None,),
     field=lambda p, a, dtype: a,
     normal=_cast_normal,
+    is_cast=True,
 )
 
 

@@ -28,6 +28,7 @@ item = define(
     infer=lambda types, attrs: types[attrs["index"]],
     run=lambda xs, index: xs[index],
     vjp=None,  # the cotangents of the items are collected by the gradient of the op that made the tuple
+    is_item=True,
 )
 
 together = define(
@@ -37,6 +38,7 @@ together = define(
     run=lambda *xs: xs,
     field=lambda p, *xs: xs,
     vjp=lambda n, *cts: cts,
+    is_tuple=True,
     doc="several values as one tuple",
 )
 

@@ -21,7 +21,7 @@ def _unbound(**attrs: Any) -> torch.Tensor:
     raise InvalidProgram(f"input {attrs['name']!r} was never given a value", needed="a value", found="none")
 
 
-input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: ())
+input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vjp=lambda n, ct: (), is_input=True)
 
 
 def input_node(name: str, type_: Type, role: Role | None = None) -> Node:
@@ -51,4 +51,5 @@ const = define(
     run=lambda value, dtype, mesh: torch.tensor(value, dtype=dtype_of(dtype)),
     vjp=lambda n, ct: (),
     field=lambda p, value, dtype, mesh: torch.tensor(_residue(value, p), dtype=torch.int64),
+    is_number=True,
 )

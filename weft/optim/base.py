@@ -249,7 +249,7 @@ def body_of(rule: Rule, world: int, numbers: Numbers, clip: bool) -> tuple[Group
             found=", ".join(slot.name for slot, _ in fused[1].body.stores), try_="work out what depends on the step alone in scalars()",
         )  # fmt: skip
     nodes = {slot: place.node for slot, place in fused[0].parts[0].places.items()}
-    given = {slot: n.attr("name") if n.op.name == "input" else program.outputs_of(n)[0] for slot, n in nodes.items()}
+    given = {slot: n.attr("name") if n.op.is_input else program.outputs_of(n)[0] for slot, n in nodes.items()}
     return fused[0].body, {slot: name.rsplit(".", 1)[0] for slot, name in given.items()}
 
 

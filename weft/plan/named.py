@@ -230,7 +230,7 @@ class _Flow:
         elif len(node.types) == 1 and not node.dtype.is_floating_point:
             self.at[node] = cut  # indices and masks are replicated: a slice of them is free, and says nothing of others
             return
-        elif node.op.name in ("input", "const") or len(node.types) != 1:
+        elif node.op.is_input or node.op.is_number or len(node.types) != 1:
             raise _Stop
         else:
             self._require_operands(node, cut)
@@ -242,7 +242,7 @@ class _Flow:
         return layout if layout.is_even or self.vocabulary else None
 
     def _require_operands(self, node: Node, cut: S) -> None:
-        if node.op.name == "item":
+        if node.op.is_item:
             self._require_whole_op(node.args[0], int(node.attr("index")), cut)
             return
         eq = equation_of(node)
@@ -288,7 +288,7 @@ class _Flow:
             assert isinstance(new, S)
             self._reach(user, new)
             return
-        if user.op.name == "item":
+        if user.op.is_item:
             return
         if eq is None:
             raise _Stop
@@ -306,7 +306,7 @@ class _Flow:
             results = (
                 [user]
                 if len(eq.outs) == 1
-                else [u for u in self.program.users[user] if u.op.name == "item" and u.attr("index") == i and u in self.forward]
+                else [u for u in self.program.users[user] if u.op.is_item and u.attr("index") == i and u in self.forward]
             )
             for r in results:
                 if label in out:

@@ -198,7 +198,7 @@ class _Placer:
     def _alike(self, node: Node, args: Sequence[Node]) -> Hashable:
         """All that the layouts of a node's operands depend on: nodes with the same, of this program and others, are laid out the same. None of
         those that go by where their result ends."""
-        if any(a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim for a in node.args):
+        if any(a.op.kind is Kind.SOURCE and not a.op.is_input and a.ndim for a in node.args):
             return None
         of_state = tuple(a in self.alone or a.role is Role.PARAMETER for a in node.args)
         shared = tuple(len(self.program.users[a]) > 1 for a in node.args)
@@ -297,7 +297,7 @@ class _Placer:
 
     def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
         """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, sharded as the state it leads to is."""
-        free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and a.op.name != "input" and a.ndim]
+        free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and not a.op.is_input and a.ndim]
         labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.whole]
         home = self._home(node) if labels and len(node.types) == 1 else None
         place = home.placement(axis) if home is not None and axis in home.mesh.axes else R

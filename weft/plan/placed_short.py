@@ -134,7 +134,7 @@ class PlacedShort:
         for n in self.program.nodes:
             if n in waits and not waits[n] and n.op.kind is Kind.POINTWISE and self._remakable(n, waits):
                 free.add(n)
-        cast = {n for n in waits if n.op.name == "cast" and n not in free}
+        cast = {n for n in waits if n.op.is_cast and n not in free}
         for n in cast:  # the narrower of a value and its cast waits
             source = self.joined.base(n.args[0])
             if source in self.ahead and source not in self.idle and held(source) < held(n) and not waits[n]:

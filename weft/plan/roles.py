@@ -65,7 +65,7 @@ class Roles:
         outputs = {n for _, n in self.program.outputs}
         for n in reversed(self.program.nodes):
             users = self.program.users[n]
-            passes = is_comm(n) or n.op.kind is Kind.VIEW or n.op.name == "cast"
+            passes = is_comm(n) or n.op.kind is Kind.VIEW or n.op.is_cast
             if passes and users and n not in outputs and all(u in self.updates or u in found for u in users):
                 found.add(n)
         return frozenset(found - self.given)
@@ -92,7 +92,7 @@ class Roles:
 
 
 def _source(node: Node) -> Node:
-    while node.args and (is_comm(node) or node.op.name == "item"):
+    while node.args and (is_comm(node) or node.op.is_item):
         node = node.args[0]
     return node
 

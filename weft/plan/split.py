@@ -172,8 +172,8 @@ class Forward:
             self._stand(cut, k, found)
         ends = {n: k for k, cut in enumerate(cuts) for n in cut}
         for n in self.order:
-            if n in self.active and (n not in found or n.op.name == "item"):
-                behind = (max(found[a], ends.get(a, -1) + (n.op.name != "item")) for a in n.args if a in found)
+            if n in self.active and (n not in found or n.op.is_item):
+                behind = (max(found[a], ends.get(a, -1) + (not n.op.is_item)) for a in n.args if a in found)
                 found[n] = max(behind, default=len(cuts))
         return found | {self.loss: len(cuts)}
 
@@ -189,7 +189,7 @@ class Forward:
         """The stage of every active value: behind all it reads, at the parameters it reads or after them."""
         at: dict[Node, int] = {}
         for n in self.order:
-            here = homes.get(n.attr("name"), 0) if n.op.name == "input" and n in self.fixed else 0
+            here = homes.get(n.attr("name"), 0) if n.op.is_input and n in self.fixed else 0
             at[n] = max((at[a] for a in n.args), default=here)
         return {n: k for n, k in at.items() if n in self.active} | {self.loss: stages - 1}
 
@@ -271,7 +271,7 @@ def _may_pass(values: Iterable[Node]) -> bool:
 def program_of(name: str, outputs: Mapping[str, Node], like: Program, made: Mapping[Node, Node], inputs: Iterable[Node] = ()) -> Program:
     """The program of some outputs, with all inputs they read or are the next value of, and more if told."""
     old = [like.input_names[i] for o, i in like.state if o in outputs]
-    read = dict.fromkeys([*inputs, *(n for n in toposort(outputs.values()) if n.op.name == "input"), *old])
+    read = dict.fromkeys([*inputs, *(n for n in toposort(outputs.values()) if n.op.is_input), *old])
     kept = {n.attr("name") for n in read}
     state = tuple((o, i) for o, i in like.state if o in outputs and i in kept)
     lines = {made[n]: line for n, line in like.lines.items() if n in made}
@@ -300,7 +300,7 @@ def _moving(stages: Sequence[Stage], captured: Captured) -> set[str]:
     for stage in stages:
         known: dict[Node, bool] = {}
         for n in stage.forward.nodes:
-            name = n.attr("name") if n.op.name == "input" else None
+            name = n.attr("name") if n.op.is_input else None
             flows = any(known[a] for a in n.args) and n.op.name != "stop_gradient" and n.types[0].dtype.is_floating_point
             known[n] = name in moves or name in captured.gradients or flows
         moves |= {name for name, n in stage.forward.outputs if known[n]}

@@ -96,7 +96,7 @@ def _ops(program: Program) -> Markup:
     from weft.plan.roles import Roles
 
     ready = program.input_set
-    forward = {n for n in Roles(program).forward if n.args and not (n.op.name == "cast" and n.args[0] in ready)}
+    forward = {n for n in Roles(program).forward if n.args and not (n.op.is_cast and n.args[0] in ready)}
     note = "One op a row, from top to bottom: what it makes and how the ranks hold it. A large dot is communication; P is a partial sum."
     body = [tag("p", note, cls="muted"), graph(program, forward)]
     return tag("details", tag("summary", f"Op by op: the {len(forward):,} ops of the forward pass and their layouts"), body)

@@ -99,7 +99,7 @@ def _as_written(single: Program, sharded: Program) -> Program:
 def _interface(a: Program, b: Program) -> tuple[str, ...]:
     """Names that one program lacks or that have another shape."""
     odd = [n for n, node in a.outputs if n not in b.output_names or _plain(node.type) != _plain(b.output_names[n].type)]
-    read = {n.attr("name") for n in b.nodes if n.op.name == "input"}
+    read = {n.attr("name") for n in b.nodes if n.op.is_input}
     odd += [
         n
         for n, node in b.input_names.items()
@@ -170,7 +170,7 @@ def _run_kinds(program: Program, seed: int) -> tuple[Place | None, int]:
     seen: set[Any] = set()
     ran = 0
     for node in program.nodes:
-        if node.op.name in ("input", "const", "item", "together"):
+        if node.op.is_input or node.op.is_number or node.op.is_item or node.op.is_tuple:
             continue
         kind = (node.op, node.attrs, tuple(a.types for a in node.args))
         if kind in seen:
@@ -219,9 +219,9 @@ def _made_of_nothing(node: Node) -> torch.Tensor | None:
     """The value of an operand that needs no other but a seed, such as the numbers of rows, which are ascending; None where it has operands."""
     while is_comm(node) and len(node.args) == 1:
         node = node.args[0]
-    if node.op.kind is not Kind.SOURCE or node.op.name == "input":
+    if node.op.kind is not Kind.SOURCE or node.op.is_input:
         return None
-    seeds = [n for n in toposort([node]) if n.op.name == "input"]
+    seeds = [n for n in toposort([node]) if n.op.is_input]
     given = {n.attr("name"): torch.ones(n.shape, dtype=n.dtype) for n in seeds}
     return interp.run_global(new_program("alone", node.mesh, seeds, {"y": node}), given)["y"]
 
@@ -274,7 +274,7 @@ def _first_divergence(
     if not apart:
         return None
     nodes = {tidy(here[n]) for n in single.nodes}
-    _evaluate([tidy(there[n]) for n in sharded.nodes if n.op.name != "input"], given, values)
+    _evaluate([tidy(there[n]) for n in sharded.nodes if not n.op.is_input], given, values)
     _evaluate(nodes, given, values)
     prints = {_print(values[n]) for n in nodes if n in values}
     needed = set(toposort([sharded.output_names[n] for n in apart]))
@@ -306,7 +306,7 @@ def _plain_of(x: torch.Tensor) -> tuple[Any, ...]:
 def _evaluate(roots: Iterable[Node], given: Mapping[str, torch.Tensor], values: dict[Node, Any]) -> None:
     for node in toposort(roots):
         if node not in values:
-            values[node] = given[node.attr("name")] if node.op.name == "input" else _run(node, values)
+            values[node] = given[node.attr("name")] if node.op.is_input else _run(node, values)
 
 
 def _run(node: Node, values: Mapping[Node, Any]) -> Any:
@@ -338,7 +338,7 @@ def layer_of(node: Node) -> str:
     """The layer whose weights are nearest above the node: `h.3.mlp` for `param.h.3.mlp.fc.weight`."""
     front, seen = [node], {node}
     while front:
-        names = [str(n.attr("name")) for n in front if n.op.name == "input" and re.search(r"\.\d+\.", f".{n.attr('name')}")]
+        names = [str(n.attr("name")) for n in front if n.op.is_input and re.search(r"\.\d+\.", f".{n.attr('name')}")]
         if names:
             return layer_name(names[0])
         front = [a for n in front for a in n.args if a not in seen and not seen.add(a)]  # type: ignore[func-returns-value]

@@ -26,7 +26,7 @@ class Holes:
         self.names: dict[Node, str] = {}
 
     def __call__(self, node: Node) -> Any:
-        if node.op.name == "const":
+        if node.op.is_number:
             return Call(node.op, (), node.attrs)
         if node not in self.names:
             self.names[node] = "xyz"[len(self.names)] if len(self.names) < 3 else f"x{len(self.names)}"

@@ -165,11 +165,11 @@ def erase_nodes(program: Program) -> dict[Node, Node]:
 
 def _erased(node: Node, args: list[Node]) -> Node:
     kind = node.op.kind.name
-    if node.op.name == "input":
+    if node.op.is_input:
         return make(node.op, (), {"name": node.attr("name"), "dtype": DTYPE_NAMES[node.dtype], "layout": Layout.of(_ALONE, node.shape)})
     if kind == "COMM":
         return args[0] if len(args) == 1 else make(op_named("together"), tuple(args), {})
-    if node.op.name == "item" and args[0].op.name == "together":
+    if node.op.is_item and args[0].op.is_tuple:
         return args[0].args[int(node.attr("index"))]
     if node.op.erased is not None:
         return node.op.erased(*args, **dict(node.attrs))  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ def match(expr: Any, node: Node, bound: Bindings) -> Bindings | None:
         return _bind(bound, expr.name, node)
     if isinstance(expr, Call):
         return _match_call(expr, node, bound)
-    literal = node.op.name == "const" and node.attr("value") == expr
+    literal = node.op.is_number and node.attr("value") == expr
     return bound if literal else None
 
 

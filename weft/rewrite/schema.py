@@ -196,7 +196,7 @@ def _items(expr: Any) -> Any:
     if not isinstance(expr, Call):
         return expr
     args = tuple(_items(a) for a in expr.args)
-    if not isinstance(expr.op, OpHole) and expr.op.name == "item" and is_comm(args[0]):
+    if not isinstance(expr.op, OpHole) and expr.op.is_item and is_comm(args[0]):
         return args[0].args[dict(expr.attrs)["index"]]
     return Call(expr.op, args, expr.attrs)
 
@@ -295,7 +295,7 @@ def _match(expr: Any, node: Node, state: State) -> State | None:
             return state if bound[expr.name] is node else None
         return {**bound, expr.name: node}, ops, attrs
     if not isinstance(expr, Call):
-        return state if node.op.name == "const" and node.attr("value") == expr else None
+        return state if node.op.is_number and node.attr("value") == expr else None
     if isinstance(expr.op, OpHole):
         return _match_op_hole(expr, node, state)
     if node.op is not expr.op or len(node.args) != len(expr.args):
@@ -310,7 +310,7 @@ def _match_op_hole(expr: Call, node: Node, state: State) -> State | None:
         return None
     split = len(expr.args)
     rest = node.args[split:]
-    if len(node.args) < split or any(a.op.name != "const" for a in rest):
+    if len(node.args) < split or any(not a.op.is_number for a in rest):
         return None
     form = Form(node.op, node.attrs, split, tuple(a.attr("value") for a in rest))
     if ops.setdefault(expr.op.name, form) != form:

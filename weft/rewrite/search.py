@@ -142,7 +142,7 @@ def made(program: Program, use: Use, rules: Sequence[Schema]) -> Program:
 def _look(node: Node, depth: int) -> object:
     """What a place looks like: ops, attributes and types, down to a depth."""
     below = tuple(_look(a, depth - 1) for a in node.args) if depth else ()
-    return node.op if node.op.name != "input" else "input", node.attrs if node.op.name != "input" else (), node.types, below
+    return node.op if not node.op.is_input else "input", node.attrs if not node.op.is_input else (), node.types, below
 
 
 def _applied(program: Program, rule: Rule, node: Node, name: str) -> Program | None:

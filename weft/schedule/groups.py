@@ -216,7 +216,7 @@ def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
     """The dim along which the node's result comes in chunks, given its operands'."""
     k = next(i for i, a in enumerate(n.args) if a in where)
     d = where[n.args[k]]
-    if n.op.kind is Kind.COMM or n.op.name == "item":
+    if n.op.kind is Kind.COMM or n.op.is_item:
         return d if all(where.get(a) == d for a in n.args) else None
     eq = equation_of(n)
     if eq is None:

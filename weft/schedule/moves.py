@@ -66,12 +66,12 @@ def _readers(p: Program, alive: Sequence[Node], op: Any) -> list[Node]:
 
 def _passable(f: Node, comm_node: Node) -> bool:
     """Computation, or communication along another axis."""
-    return f.op.name != "together" and (f.op.kind is not Kind.COMM or len(f.types) == 1 and f.attr("axis") != comm_node.attr("axis"))
+    return not f.op.is_tuple and (f.op.kind is not Kind.COMM or len(f.types) == 1 and f.attr("axis") != comm_node.attr("axis"))
 
 
 def results(p: Program, f: Node) -> list[Node]:
     """What others read of a node: itself, or those of its items that are read."""
-    return [f] if len(f.types) == 1 else [u for u in p.users[f] if u.op.name == "item"]
+    return [f] if len(f.types) == 1 else [u for u in p.users[f] if u.op.is_item]
 
 
 def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, verb: str) -> None:
@@ -185,7 +185,7 @@ def hoist(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None)
 def hoist_one(p: Program, node: Node) -> Program:
     f = node.args[0]
     what = f"hoist {name_in(p, node)} past {f.op.name}"
-    if f.op.kind in (Kind.COMM, Kind.SOURCE) or len(f.types) != 1 or f.op.name == "item":
+    if f.op.kind in (Kind.COMM, Kind.SOURCE) or len(f.types) != 1 or f.op.is_item:
         raise refuse(p, node, what, "an op that computes one value from others", f"{f.op.name}")
     try:
         r = rules.hoist_slice(node) if node.op is comm.slice_ else rules.hoist_gather(node)
@@ -243,7 +243,7 @@ def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
         return f"another operand of {f.op.name} is sharded along {node.attr('axis')}"
     if _must(node) != "be linear in":
         return f"{f.op.name} may change it"
-    others = [name_in(p, a) if a.op.name != "const" else repr(a.attr("value")) for a in f.args if a is not node]
+    others = [name_in(p, a) if not a.op.is_number else repr(a.attr("value")) for a in f.args if a is not node]
     return f"{f.op.name} is not linear in it alone" + (
         f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else ""
     )

@@ -128,7 +128,7 @@ def _gathered(p: Program, node: Node, axis: str) -> list[Node]:
 
 
 def _comes_from_gather(node: Node, axis: str) -> bool:
-    return node.op.name == "all_gather" and node.attr("axis") == axis or node.op.name == "item" and _comes_from_gather(node.args[0], axis)
+    return node.op.name == "all_gather" and node.attr("axis") == axis or node.op.is_item and _comes_from_gather(node.args[0], axis)
 
 
 def gathered_dim(gather: Node, axis: str) -> int:

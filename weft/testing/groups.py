@@ -35,7 +35,7 @@ def check_groups(p: Program, inputs: Mapping[str, torch.Tensor]) -> None:
 def _all_values(p: Program, inputs: Mapping[str, torch.Tensor]) -> dict[Node, Any]:
     values: dict[Node, Any] = {}
     for n in p.nodes:
-        values[n] = inputs[n.attr("name")] if n.op.name == "input" else n.op.run(*[values[a] for a in n.args], **dict(n.attrs))
+        values[n] = inputs[n.attr("name")] if n.op.is_input else n.op.run(*[values[a] for a in n.args], **dict(n.attrs))
     return values
 
 

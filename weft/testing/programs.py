@@ -62,8 +62,8 @@ def _grow(maker: Maker, grow: Grow) -> bool:
 
 def _program(m: Maker) -> Program:
     read = {a for n in m.pool for a in n.args}
-    ends = [n for n in m.pool if n not in read and n.op.name not in ("input", "const")]
-    rest = [n for n in m.pool if n in read and n.op.name not in ("input", "const")]
+    ends = [n for n in m.pool if n not in read and not (n.op.is_input or n.op.is_number)]
+    rest = [n for n in m.pool if n in read and not (n.op.is_input or n.op.is_number)]
     ends = m.rng.sample(ends, min(len(ends), MOST_OUTPUTS))
     chosen = list(dict.fromkeys([n for n, _ in m.state] + ends + m.rng.sample(rest, min(len(rest), m.rng.choice((0, 0, 1, 2))))))
     chosen = chosen or [_fallback(m)]

@@ -158,7 +158,7 @@ def _fuse(s: Scene) -> Step | None:
         return None
     group = {s.rng.choice(start)}
     for _ in range(s.rng.randint(1, 6)):
-        near = [x for n in group for x in (*n.args, *s.p.users[n]) if x in s.names and x not in group and x.op.name != "input"]
+        near = [x for n in group for x in (*n.args, *s.p.users[n]) if x in s.names and x not in group and not x.op.is_input]
         if not near:
             break
         group.add(s.rng.choice(sorted(near, key=s.p.nodes.index)))
@@ -172,7 +172,7 @@ def _overlap(s: Scene) -> Step | None:
     if not comms:
         return None
     n = s.rng.choice(comms)
-    pairs = [(a, n) for a in n.args if a in s.names and a.op.name != "input"] + [(n, u) for u in s.readers(n)]
+    pairs = [(a, n) for a in n.args if a in s.names and not a.op.is_input] + [(n, u) for u in s.readers(n)]
     if not pairs:
         return None
     a, b = s.rng.choice(pairs)

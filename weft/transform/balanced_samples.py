@@ -33,7 +33,7 @@ def balance_samples(p: Program) -> Program:
             home[new] = [t.layout for t in n.types]
             return new if len(new.types) > 1 else reshard(new, home[new][0])  # type: ignore[no-any-return]
         new = make(n.op, args, dict(n.attrs))
-        return reshard(new, home[args[0]][n.attr("index")]) if n.op.name == "item" and args[0] in home else new  # type: ignore[no-any-return]
+        return reshard(new, home[args[0]][n.attr("index")]) if n.op.is_item and args[0] in home else new  # type: ignore[no-any-return]
 
     def same(n: Node) -> Node:
         made[n] = n

@@ -45,7 +45,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
     items: dict[Node, list[Node | _Parts]] = {}
 
     def node(n: Node) -> Node:
-        if n.op.name == "item" and n.args[0] in items:
+        if n.op.is_item and n.args[0] in items:
             found = items[n.args[0]][n.attr("index")]
             if isinstance(found, Node):
                 return found

@@ -69,7 +69,7 @@ def heads(p: Program) -> frozenset[str]:
     """The parameters whose matmul a loss over classes reads, whatever is added, cast or narrowed in between; of a program that is not placed yet."""
     products = {x for n in p.nodes if n.op.name == "cross_entropy" for x in _ahead_of(n.args[0])}
     bases = {_base(a) for x in products for a in x.args}
-    return frozenset(n.attr("name") for n in bases if n.op.name == "input" and n.role is Role.PARAMETER)
+    return frozenset(n.attr("name") for n in bases if n.op.is_input and n.role is Role.PARAMETER)
 
 
 def _ahead_of(n: Node) -> set[Node]:
@@ -87,7 +87,7 @@ def _ahead_of(n: Node) -> set[Node]:
 
 def _base(n: Node) -> Node:
     """What a value is but for its dtype, shape and layout."""
-    while len(n.args) == 1 and len(n.types) == 1 and (n.op.kind in (Kind.VIEW, Kind.COMM) or n.op.name == "cast"):
+    while len(n.args) == 1 and len(n.types) == 1 and (n.op.kind in (Kind.VIEW, Kind.COMM) or n.op.is_cast):
         n = n.args[0] if n.args[0].op is not together else n.args[0].args[n.attr("index")]  # a second gather of it waits for another value
     return n
 
@@ -95,8 +95,8 @@ def _base(n: Node) -> Node:
 def _of_heads(p: Program, names: Collection[str]) -> set[Node]:
     """The matmuls of these parameters, forward and backward, and those of what they were multiplied with: their gradients."""
     products = {n: [_base(a) for a in n.args] for n in p.nodes if n.op.kind is Kind.CONTRACT}
-    own = {n for n, of in products.items() if any(a.op.name == "input" and a.attr("name") in names for a in of)}
-    partners = {a for n in own for a in products[n] if a.op.name != "input" or a.attr("name") not in names}
+    own = {n for n, of in products.items() if any(a.op.is_input and a.attr("name") in names for a in of)}
+    partners = {a for n in own for a in products[n] if not a.op.is_input or a.attr("name") not in names}
     return own | {n for n, of in products.items() if not partners.isdisjoint(of)}
 
 

@@ -27,14 +27,14 @@ def _phase_of(p: Program, groups: Sequence[Sequence[str]]) -> dict[Node, int]:
     turn: dict[Node, int] = {}
     for k, group in enumerate(groups):
         for n in toposort(p.output_names[name] for name in group):
-            turn[n] = turn[n.args[0]] if n.op.name == "item" else turn.get(n, k)
+            turn[n] = turn[n.args[0]] if n.op.is_item else turn.get(n, k)
     return turn
 
 
 def _made_of(p: Program, afresh: Sequence[Role]) -> set[Node]:
     found: set[Node] = set()
     for n in p.nodes:
-        if n.role in afresh if n.op.name == "input" else all(a in found for a in n.args):
+        if n.role in afresh if n.op.is_input else all(a in found for a in n.args):
             found.add(n)
     return found
 
@@ -47,7 +47,7 @@ def _kept(p: Program, groups: Sequence[Sequence[str]], turn: dict[Node, int], ch
     for k, group in enumerate(groups):
         for name in group:
             last[p.output_names[name]] = max(k, last.get(p.output_names[name], 0))
-    made = [n for n in turn if n.op.name != "input" and n not in cheap and last.get(n, 0) > turn[n]]
+    made = [n for n in turn if not n.op.is_input and n not in cheap and last.get(n, 0) > turn[n]]
     return {n: f"kept.{i}" for i, n in enumerate(made)}
 
 

@@ -282,7 +282,7 @@ def _gathered_at_home(outputs: Mapping[str, Node], home: Home) -> dict[str, Node
     at: dict[Node, frozenset[int]] = {}
     swap: dict[Node, Node] = {}
     for n in toposort(outputs.values()):
-        here = home(n.attr("name")) if n.op.name == "input" else None
+        here = home(n.attr("name")) if n.op.is_input else None
         at[n] = frozenset({here} if here is not None else ()).union(*(at[a] for a in n.args))
         if n.op.name == "concat" and len(at[n]) > 1:
             runs = [list(run) for _, run in itertools.groupby(n.args, key=at.__getitem__)]

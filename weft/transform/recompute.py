@@ -111,7 +111,7 @@ class _Recomputed:
         found = {}
         for n in self.ahead - roots:
             readers = [u for u in p.users[n] if u in self.ahead]
-            mine = owner.get(n) if n.op.name != "input" else self._reader(owner, readers)
+            mine = owner.get(n) if not n.op.is_input else self._reader(owner, readers)
             if mine is not None and readers and all(u in self.within[mine] for u in readers):
                 found[n] = mine
         return found
@@ -160,7 +160,7 @@ class _Recomputed:
             nodes = self._needed(i)
             inner = set(nodes)
             outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
-            outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.name == "input")
+            outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.is_input)
             second = self._remade_inputs(i, list(outer))
             for n in nodes:
                 second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
@@ -233,7 +233,7 @@ class _Kept(_Recomputed):
     def _recompute(self, i: int) -> dict[Node, Node]:
         if i not in self._second:
             read = self._read_of(i)
-            kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and a.op.name != "input" and self.inside.get(a) == i]
+            kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and not a.op.is_input and self.inside.get(a) == i]
             second = dict(zip(kept, self._from_host(i, kept), strict=True))
             self._second[i] = {a: self._view(a, second) for a in read} | second
         return self._second[i]
@@ -250,4 +250,4 @@ def _viewed(a: Node) -> Node:
 
 def _is_value(a: Node) -> bool:
     """Neither made from nothing nor a tuple."""
-    return len(a.types) == 1 and (bool(a.args) or a.op.name == "input")
+    return len(a.types) == 1 and (bool(a.args) or a.op.is_input)

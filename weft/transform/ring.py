@@ -28,7 +28,7 @@ def _chunked(p: Program, node: Node, axis: str) -> Program:
     if len(gathers) > 1:
         p = merge(p, *gathers)
         node = p.at(node)
-    moved = [n for a in node.args for n in (*a.args, a) if _is_gather(n, axis) or n.op.name == "item" and _is_gather(n.args[0], axis)]
+    moved = [n for a in node.args for n in (*a.args, a) if _is_gather(n, axis) or n.op.is_item and _is_gather(n.args[0], axis)]
     return overlap(p, *dict.fromkeys(moved), node, dim=dims.pop(), chunks=p.mesh.size(axis))
 
 

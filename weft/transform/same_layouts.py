@@ -37,7 +37,7 @@ def with_same_layouts(placed: Program, step: Program, options: PlacingOptions | 
     meant = _meant(placed, step)
     made = _remade(placed, meant)
     held = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
-    seeds = {meant[n]: new for n, new in made.items() if n.op.name != "input" and meant[n].op.name != "input"}
+    seeds = {meant[n]: new for n, new in made.items() if not n.op.is_input and not meant[n].op.is_input}
     around = place(step, placed.mesh, held, options, made=seeds)
     ends = {name: made.get(n) for name, n in placed.outputs if meant.get(n) is step.output_names.get(name)}
     outputs = {name: ends.get(name) or n for name, n in around.outputs}
@@ -58,10 +58,10 @@ def _meant(placed: Program, step: Program) -> dict[Node, Node]:
     """Nodes of the placed program, and which of the step's each computes; communication computes what it is given."""
     gone = erase_nodes(placed)
     theirs, own = _groups(dict.fromkeys(gone[n] for n in placed.nodes)), _groups(step.nodes)
-    known = {e: step.input_names[e.attr("name")] for e in gone.values() if e.op.name == "input" and e.attr("name") in step.input_names}
+    known = {e: step.input_names[e.attr("name")] for e in gone.values() if e.op.is_input and e.attr("name") in step.input_names}
     for node in placed.nodes:
         e = gone[node]
-        if e not in known and e.op.name != "input" and all(a in known for a in e.args):
+        if e not in known and not e.op.is_input and all(a in known for a in e.args):
             known |= _matched(theirs[e.op, e.args], own.get((e.op, tuple(known[a] for a in e.args)), ()))
     return {n: known[gone[n]] for n in placed.nodes if gone[n] in known}
 
@@ -108,7 +108,7 @@ def _remade(placed: Program, meant: Mapping[Node, Node]) -> dict[Node, Node]:
 
 
 def _made(node: Node, own: Node, args: tuple[Node, ...]) -> Node:
-    if node.op.name == "input":
+    if node.op.is_input:
         layout = Layout.of(node.mesh, own.shape, node.layout.placements)
         if not layout.is_even:
             raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))

@@ -81,7 +81,7 @@ def _merged(p: Program, nodes: Sequence[Node]) -> Program:
 def _calls(p: Program, sums: Sequence[Node]) -> set[Node]:
     """The collectives that do the sums, each once, whether merged or not."""
     found = [p.at(n) for n in sums]
-    return {n.args[0] if n.op.name == "item" else n for n in found}
+    return {n.args[0] if n.op.is_item else n for n in found}
 
 
 def _following(p: Program, nodes: set[Node]) -> set[Node]:

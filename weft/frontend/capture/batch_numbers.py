@@ -48,14 +48,14 @@ class BatchNumber:
 
     @property
     def of_state(self) -> bool:
-        return any(n.op.name == "input" and n not in self.constant_values and not n.attr("name").startswith("batch") for n in toposort([self.node]))
+        return any(n.op.is_input and n not in self.constant_values and not n.attr("name").startswith("batch") for n in toposort([self.node]))
 
     def of(self, batch: Mapping[str, Tensor], answers: Answers | None = None) -> Any:
         found = dict(self.constant_values) if answers is None or self.constant_values else answers.found
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for n in toposort([self.node]):
                 if n not in found:
-                    found[n] = _full_value(n, batch, answers) if n.op.name == "input" else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+                    found[n] = _full_value(n, batch, answers) if n.op.is_input else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
             return found[self.node].item()
 
     def holds(self, batch: Mapping[str, Tensor], answers: Answers | None = None) -> bool:

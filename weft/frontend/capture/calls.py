@@ -88,7 +88,7 @@ class Calls:
             return answer()
         grad, cast = torch.is_grad_enabled(), autocast_dtype()
         before, given = self._versions([*own.values(), *leaves]), self._nodes(leaves)
-        plain = all(self.recorder.ref(t).read().op.name == "input" for t in own.values() if hasattr(t, TAG))  # no one has computed them
+        plain = all(self.recorder.ref(t).read().op.is_input for t in own.values() if hasattr(t, TAG))  # no one has computed them
         with self.separately() as inside:
             result = answer()
         found, nest = tree_flatten(result)

@@ -30,13 +30,13 @@ def unheard() -> Iterator[None]:
 def fixed(r: Recorder, node: Node) -> bool:
     """Whether it depends on no input and no draw, so that it is the same at every step."""
     known = r.fixed
-    return derived(node, known, lambda n: n.op.name != "input" and "site" not in dict(n.attrs) and all(known[a] for a in n.args))
+    return derived(node, known, lambda n: not n.op.is_input and "site" not in dict(n.attrs) and all(known[a] for a in n.args))
 
 
 def drawn(node: Node) -> bool:
     """Whether a random draw is in it, and little else: no input but the seed."""
     nodes = toposort([node])
-    return any("site" in dict(n.attrs) for n in nodes) and all(n.attr("name") == "seed" for n in nodes if n.op.name == "input")
+    return any("site" in dict(n.attrs) for n in nodes) and all(n.attr("name") == "seed" for n in nodes if n.op.is_input)
 
 
 def through(r: Recorder, node: Node, look: bool = False) -> Node:
@@ -92,7 +92,7 @@ def number(r: Recorder, node: Node) -> bool | int | float | None:
 def number_from_batch(r: Recorder, node: Node, state: bool = False) -> bool | int | float | None:
     """The Python number that the example's batch makes of a tensor of one element, where the batch alone decides it and is looked at at each call;
     with `state` the module's parameters and buffers too, which each rank then needs in full."""
-    inputs = [n for n in toposort([node]) if n.op.name == "input"]
+    inputs = [n for n in toposort([node]) if n.op.is_input]
     held = {n: r.values[n] for n in inputs if n in r.values}
     anew = r.reads.read_anew if r.reads is not None else {}
     held |= {n: r.constants[n.attr("name")] for n in inputs if n.attr("name") in r.constants and n.attr("name") not in anew}
@@ -133,6 +133,6 @@ _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
 def _bare(node: Node) -> Node:
-    while node.op.name in ("reshape", "expand", "cast") and (node.op.name != "cast" or node.args[0].dtype.is_floating_point):
+    while node.op.name in ("reshape", "expand", "cast") and (not node.op.is_cast or node.args[0].dtype.is_floating_point):
         node = node.args[0]
     return node

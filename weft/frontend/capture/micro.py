@@ -75,7 +75,7 @@ def require_gradients(captured: Captured) -> None:
     kept = {name: n for name, n in captured.program.outputs if name != "loss" and not name.startswith("buffer.")}
     made = remade(kept.values(), {n: input_node(f"d.{name}", n.type) for name, n in captured.gradients.items()})
     for name, n in kept.items():
-        read = [i.attr("name") for i in toposort([made[n]]) if i.op.name == "input" and i.role is Role.BATCH]
+        read = [i.attr("name") for i in toposort([made[n]]) if i.op.is_input and i.role is Role.BATCH]
         if read:
             raise PlanError(
                 "a step in micro-batches changes parameters and the optimizer's state once, after the last of them",
@@ -159,7 +159,7 @@ class _Derivation:
     def _without_parameters(self) -> set[Node]:
         found: set[Node] = set()
         for n in self.order:
-            if n.op.name == "input" and n.role is not Role.PARAMETER or n.op.name != "input" and found.issuperset(n.args):
+            if n.op.is_input and n.role is not Role.PARAMETER or not n.op.is_input and found.issuperset(n.args):
                 found.add(n)
         return found
 
@@ -186,7 +186,7 @@ class _Derivation:
 
     def _value(self, n: Node) -> _MicroValue | None:
         """What a micro-batch has of a value; none where it is a tuple that is computed first."""
-        if n.op.name == "input":
+        if n.op.is_input:
             return self._input(n)
         if any(a not in self.held for a in n.args):
             return self._first(n)
@@ -405,7 +405,7 @@ def _sums(n: Node, here: Sequence[Placement]) -> list[tuple[Placement, ...]]:
 def with_loss(captured: Captured, outputs: Mapping[str, Node], copies: Sequence[Mapping[Node, Node]]) -> Captured:
     """The captured step with another loss and other buffers, `copies` of its forward pass, and what follows from the gradients."""
     p, loss = captured.program, outputs["loss"]
-    inputs = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.name == "input"}
+    inputs = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.is_input}
     wanted = {name: inputs[name] for name in captured.gradients if name in inputs}
     found = backward({loss: constant(1.0, loss.dtype, p.mesh)}, list(wanted.values()))
     gradients = {name: found[n] for name, n in wanted.items() if n in found}
@@ -422,7 +422,7 @@ def with_loss(captured: Captured, outputs: Mapping[str, Node], copies: Sequence[
 
 def _program(name: str, like: Program, outputs: Mapping[str, Node], lines: Mapping[Node, str] | None = None) -> Program:
     """The program of some outputs: the inputs they read, in the order they had, then new ones."""
-    read = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.name == "input"}
+    read = {n.attr("name"): n for n in toposort(outputs.values()) if n.op.is_input}
     read = {**{i: like.input_names[i] for o, i in like.state if o in outputs}, **read}  # state may be written and never read
     names = [*(n for n in like.input_names if n in read), *(n for n in read if n not in like.input_names)]
     state = tuple((o, i) for o, i in like.state if o in outputs and i in read)
@@ -461,7 +461,7 @@ def _forward_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Map
     p = micro.captured.program
     given = [n for n in p.inputs if n in copy]
     others = set().union(*(other.values() for other in copies if other is not copy))
-    nodes = dict.fromkeys(n for n in copy.values() if n not in others and n.op.name != "input")
+    nodes = dict.fromkeys(n for n in copy.values() if n not in others and not n.op.is_input)
     params = tuple(copy[n] for n in given if n.role is Role.PARAMETER)
     return Instance("", tuple(copy[n] for n in given if n.role in GIVEN), params, (copy[p.output_names["loss"]],), tuple(nodes))
 

@@ -505,7 +505,7 @@ def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: 
         outside = outside.args[0]
     order = sorted(range(x.ndim), key=lambda d: -x.stride(d))  # as its elements lie one after another
     dense = x.permute(order).is_contiguous()
-    if outside.op.name == "input" or not dense or first < 0 or last >= max(x.numel(), 1):
+    if outside.op.is_input or not dense or first < 0 or last >= max(x.numel(), 1):
         raise CaptureError(
             "as_strided reads memory that weft does not lay out as torch does",
             needed="a contiguous tensor that the step computes, and places inside it",
@@ -553,7 +553,7 @@ def template(recorder: Recorder, x: Any, nodes: list[Node]) -> Any:
     if isinstance(x, complex):
         return "complex", (x.real, x.imag)
     if isinstance(x, Node):
-        number = x.op.name == "const"  # generated code would give it as a Python number
+        number = x.op.is_number  # generated code would give it as a Python number
         nodes.append(full((), x.attr("value"), recorder.mesh, x.dtype) if number else x)
         return "tensor", len(nodes) - 1
     if isinstance(x, (list, tuple)):

@@ -103,7 +103,7 @@ class Number(torch.SymFloat):
 
     def _is_integer(self) -> bool:
         n = self.node.node
-        return n.op.name == "cast" and not n.args[0].dtype.is_floating_point
+        return n.op.is_cast and not n.args[0].dtype.is_floating_point
 
     def __str__(self) -> str:
         return str(self._now()) if self._is_integer() else repr(self)  # what is only printed decides nothing
@@ -164,7 +164,7 @@ _COMPARED = {"lt": w.lt, "le": w.le, "gt": w.gt, "ge": w.ge, "eq": w.eq, "ne": w
 
 
 def _power(a: Node, b: Node) -> Node:
-    return w.sqrt(a) if b.op.name == "const" and b.attr("value") == 0.5 else w.pow_(a, b)
+    return w.sqrt(a) if b.op.is_number and b.attr("value") == 0.5 else w.pow_(a, b)
 
 
 def _infix(name: str, op: Callable[[Node, Node], Node], made: Any, turned: bool) -> Any:
@@ -202,7 +202,7 @@ class Questions:
     ways: int = 0
 
     def decide(self, condition: Node) -> bool:
-        names = [n.attr("name") for n in toposort([condition]) if n.op.name == "input"]
+        names = [n.attr("name") for n in toposort([condition]) if n.op.is_input]
         if all(n in self.settings for n in names):
             answer = bool(evaluate(condition, self.settings))
             if names:
@@ -294,7 +294,7 @@ def evaluate(node: Node, values: Mapping[str, Any]) -> Any:
     with unheard():
         found: dict[Node, Tensor] = {}
         for n in toposort([node]):
-            given = n.op.name == "input"
+            given = n.op.is_input
             found[n] = torch.as_tensor(values[n.attr("name")], dtype=n.dtype) if given else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
         return found[node].item()
 
@@ -358,7 +358,7 @@ def _item(r: Recorder, x: Tensor) -> Any:
 @function(Tensor.__bool__, tensors=True)
 def _truth(r: Recorder, x: Tensor) -> bool:
     """`if x.norm() > 1`: a question as any other, where such questions may be asked."""
-    if not _asking or x.numel() != 1 or all(n.op.name != "input" for n in toposort([r.node(x)])):
+    if not _asking or x.numel() != 1 or all(not n.op.is_input for n in toposort([r.node(x)])):
         return Tensor.__bool__(x)
     node = reshape(r.node(x), ())
     return _decide(node if node.dtype == torch.bool else w.ne(node, constant(0, node.dtype, node.mesh)))

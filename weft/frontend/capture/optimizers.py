@@ -496,7 +496,7 @@ def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
     if before is None or before.shape != () or after.op.name != "add" or before not in after.args:
         return False
     one = next((a for a in after.args if a is not before), before)
-    return one.op.name == "const" and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)
+    return one.op.is_number and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)
 
 
 def _is_separable(stood: _Stood, out: Mapping[Leaf, Node]) -> bool:

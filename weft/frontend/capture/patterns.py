@@ -92,7 +92,7 @@ def _unweighted(node: Node) -> tuple[Node, float] | None:
     for x, root in _either(node, "mul"):
         if root.op.name == "rsqrt":
             for square, eps in _either(root.args[0], "add"):
-                if eps.op.name == "const" and _mean_square(square) is x:
+                if eps.op.is_number and _mean_square(square) is x:
                     inside = _uncast(x)
                     return (inside, float(eps.attr("value"))) if inside.dtype.itemsize <= x.dtype.itemsize else None
     return None
@@ -101,7 +101,7 @@ def _unweighted(node: Node) -> tuple[Node, float] | None:
 def _mean_square(node: Node) -> Node | None:
     """x, where the node is the mean of x^2 over the last dim, that dim kept."""
     for total, share in _either(node, "mul"):
-        if share.op.name == "const" and total.op.name == "sum" and total.attr("keepdim"):
+        if share.op.is_number and total.op.name == "sum" and total.attr("keepdim"):
             square = total.args[0]
             whole = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
             if whole and square.op.name == "square":
@@ -110,7 +110,7 @@ def _mean_square(node: Node) -> Node | None:
 
 
 def _uncast(node: Node) -> Node:
-    return node.args[0] if node.op.name == "cast" and node.args[0].dtype.is_floating_point else node
+    return node.args[0] if node.op.is_cast and node.args[0].dtype.is_floating_point else node
 
 
 # -- sum over k of weights[t, k] down[e] (act(gate[e] x[t]) up[e] x[t]), where e = picks[t, k] -------------------------------
@@ -142,7 +142,7 @@ def _labels(node: Node) -> tuple[list[str], str]:
 
 def _stack(node: Node, labels: str, tk: str, order: str) -> tuple[Node, Node] | None:
     """(weights [e, *order], picks), where the node is the matrices of every pick."""
-    taken = node.args[0] if node.op.name == "cast" else node
+    taken = node.args[0] if node.op.is_cast else node
     if taken.op.name != "take" or taken.attr("dim") != 0 or taken.args[1].ndim != 2 or sorted(labels) != sorted(tk + order) or labels[:2] != tk:
         return None
     stack = taken.args[0] if taken is node else cast(taken.args[0], dtype=node.attr("dtype"))

@@ -463,7 +463,7 @@ def _require_grad(r: Recorder, tensor: Tensor, requires_grad: bool = True) -> Te
         with torch._C.DisableTorchFunction():
             return tensor.requires_grad_(requires_grad)
     ref = r.ref(tensor)
-    if ref.read().op.name == "input" and r.moves(ref.read()):
+    if ref.read().op.is_input and r.moves(ref.read()):
         ref.stopped = not requires_grad
     elif requires_grad and not r.moves(r.node(tensor)):
         r.make_leaf(tensor)

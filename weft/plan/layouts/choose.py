@@ -143,7 +143,7 @@ def _centres(model: LayoutModel, answer: Solution) -> dict[Node, tuple[Placement
     if answer.x is None:
         return {}
     ways = {n: model.sites[at].ways[int(answer.x[at])] for n, at in model.site.items()}
-    return {n: w.operands or w.results for n, w in ways.items() if n.op.name != "item"}
+    return {n: w.operands or w.results for n, w in ways.items() if not n.op.is_item}
 
 
 def _no_layouts(program: Program, mesh: Mesh, memory: float, reason: str) -> PlanError:
@@ -191,7 +191,7 @@ class _LayoutWriter:
 
     def _node(self, node: Node) -> Node:
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
-        if node.op.name == "item":
+        if node.op.is_item:
             return make(node.op, (self.made[node.args[0]],), attrs)
         way = self._way(node)
         args = tuple(self._operand(node, a, places) for a, places in zip(node.args, way.operands, strict=True))

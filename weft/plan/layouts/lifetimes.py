@@ -41,7 +41,7 @@ class Lifetimes:
         """Nodes that read a value's storage, through views too, and the outputs that hold it."""
         readers: list[Node] = []
         outputs = self.program.outputs_of(node)
-        todo = [u for u in self.program.users[node] if u.op.name != "item" or u.attr("index") == index]
+        todo = [u for u in self.program.users[node] if not u.op.is_item or u.attr("index") == index]
         while todo:
             user = todo.pop()
             if user.op.kind is Kind.VIEW:

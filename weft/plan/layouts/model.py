@@ -163,7 +163,7 @@ class _Builder:
     def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         found = self._every_way(node, waits)
         self.offered[self.part[node]] = list(dict.fromkeys(w.results[0] for w in found))
-        if self.allow is None or node.op.name == "item":
+        if self.allow is None or node.op.is_item:
             return found
         allowed = tuple(w for w in found if self.allow(node, w))
         if not allowed:
@@ -173,7 +173,7 @@ class _Builder:
     def _every_way(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         if node in self.program.input_set:
             return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
-        if node.op.name == "item":
+        if node.op.is_item:
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
             return tuple(Strategy((), (layout,), node) for layout in made)
         return self.ways.of_node(node, waits, [self.offered[self.part[a]] for a in node.args], self.centres.get(node))

@@ -163,7 +163,7 @@ def _counting_sums(program: Program) -> int:
     for node in program.nodes:
         eq = equation_of(node)
         grows = eq is None and node.op.kind is Kind.VIEW or eq is not None and any(ONE in labels for labels in eq.ins)
-        if grows or node.op.kind is Kind.SOURCE and node.op.name != "input" or any(a in stretched for a in node.args):
+        if grows or node.op.kind is Kind.SOURCE and not node.op.is_input or any(a in stretched for a in node.args):
             stretched.add(node)
         lost = eq is not None and any(x != ONE and x not in eq.outs[0] for labels in eq.ins for x in labels)
         sums += lost and node.op.kind is not Kind.VIEW and any(a in stretched for a in node.args)
@@ -206,7 +206,7 @@ def _tie(node: Node, tied: _Tied) -> None:
     eq = equation_of(node)
     places: dict[str, list[tuple[Node, int]]] = {}
     if eq is None:
-        if node.op.kind is Kind.VIEW and node.op.name not in ("item", "together"):
+        if node.op.kind is Kind.VIEW and not (node.op.is_item or node.op.is_tuple):
             tied.tie([(n, d) for n in (*node.args, node) for d in range(n.ndim)])
         return
     for labels, a in zip(eq.ins, node.args, strict=True):

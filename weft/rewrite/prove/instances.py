@@ -110,7 +110,7 @@ def _shapes_alone(
 
 
 def _merged(exprs: Sequence[Any]) -> bool:
-    return any(isinstance(c, Call) and not isinstance(c.op, OpHole) and c.op.name == "item" for c in exprs)
+    return any(isinstance(c, Call) and not isinstance(c.op, OpHole) and c.op.is_item for c in exprs)
 
 
 def _shape_choices(schema: Schema, sizes: Sequence[int], rank: int = 2) -> Iterator[dict[str, list[Node]]]:

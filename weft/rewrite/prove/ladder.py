@@ -82,7 +82,7 @@ def _fault(instance: Instance, seed: int) -> Difference | None:
 def _exact(instance: Instance) -> bool:
     """Whether every op is a polynomial or moves elements, so that the field's word is final."""
     nodes = [n for s in ("left", "right") for n in instance.program(s).nodes]
-    return all(n.op.field is not None or n.op.name in ("input", "item") for n in nodes)
+    return all(n.op.field is not None or n.op.is_input or n.op.is_item for n in nodes)
 
 
 def bounded(instances: Sequence[Instance], most: int) -> bool:

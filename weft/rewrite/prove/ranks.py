@@ -88,7 +88,7 @@ def run(domain: Domain, roots: Iterable[Node], known: Mapping[Node, Held] | None
     values = dict(known or {})
     for node in toposort(roots):
         if node not in values:
-            values[node] = spread(domain, node) if node.op.name == "input" else run_node(domain, node, [values[a] for a in node.args])
+            values[node] = spread(domain, node) if node.op.is_input else run_node(domain, node, [values[a] for a in node.args])
     return values
 
 
@@ -101,5 +101,5 @@ def run_alone(domain: Domain, roots: Iterable[Node], given: Mapping[str, torch.T
     """Nodes of one device, from the global values of the inputs."""
     values: dict[Node, Held] = {}
     for node in toposort(roots):
-        values[node] = [given[node.attr("name")]] if node.op.name == "input" else run_node(domain, node, [values[a] for a in node.args])
+        values[node] = [given[node.attr("name")]] if node.op.is_input else run_node(domain, node, [values[a] for a in node.args])
     return {n: v[0] for n, v in values.items()}

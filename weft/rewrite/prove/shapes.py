@@ -68,7 +68,7 @@ class _Solver:
     def _of(self, node: Node) -> list[Sum]:
         eq = equation_of(node)
         if eq is None:
-            self.fits = self.fits and node.op.name == "const"
+            self.fits = self.fits and node.op.is_number
             return []
         places: dict[str, Sum] = {}
         for labels, a in zip(eq.ins, node.args, strict=True):

@@ -118,7 +118,7 @@ class Case:
         while stack:
             node = stack.pop()
             stack += node.args
-            if node.op.name == "input":
+            if node.op.is_input:
                 seen[node] = None
         return sorted(seen, key=lambda n: str(n.attr("name")))
 
@@ -139,7 +139,7 @@ def _filled(expr: Any, ops: Mapping[str, Any], attrs: Mapping[str, Any], moves: 
         return Call(OPS["take"], args, (("dim", 0),)) if isinstance(known, Lookup) else Call(_op(expr.op.name, known), args)
     if not moves and expr.op.kind is Kind.COMM:
         return args[0] if len(args) == 1 else args
-    if not moves and expr.op.name == "item" and isinstance(args[0], tuple):
+    if not moves and expr.op.is_item and isinstance(args[0], tuple):
         return args[0][dict(expr.attrs)["index"]]
     return Call(expr.op, args, tuple((k, attrs[v.name] if isinstance(v, AttrHole) else v) for k, v in expr.attrs))
 

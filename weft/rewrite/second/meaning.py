@@ -107,7 +107,7 @@ class Meaning:
         """What one device computes: communication does nothing."""
         if node not in self._alone:
             args = [self.alone(a) for a in node.args]
-            if node.op.name == "input":
+            if node.op.is_input:
                 made = self._full_input(node)
             elif node.op.kind is Kind.COMM:
                 made = args[0] if len(args) == 1 else tuple(args)
@@ -123,7 +123,7 @@ class Meaning:
             places = list(node.mesh.places())
             if node.op.kind is Kind.COMM:
                 made = self._moved(node, args, places)
-            elif node.op.name == "input":
+            elif node.op.is_input:
                 made = [self._input(node, at) for at in places]
             else:
                 made = [self._on_rank(node, [a[r] for a in args], at) for r, at in enumerate(places)]

@@ -23,7 +23,7 @@ from weft.ops.shape import expand, narrow, permute, reshape
 
 def _wrapped(index: Node, size: int) -> Node:
     """Negative indices counted from the end, as torch counts them; known sources of integers need none of it."""
-    source = index.args[0] if index.op.name == "item" else index
+    source = index.args[0] if index.op.is_item else index
     if source.op.name in ("arange", "argmax", "topk", "sort"):
         return index
     return w.where(w.lt(index, 0), w.add(index, size), index)
