@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def config(name: str) -> Any:
         return t.MixtralConfig(**{**GROUPED, "num_hidden_layers": 2}, intermediate_size=8, num_local_experts=4, sliding_window=None)
     if name == "qwen3":
         return t.Qwen3MoeConfig(**GROUPED, head_dim=4, moe_intermediate_size=8, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    if name == "few and small":
+        return t.Qwen3MoeConfig(**GROUPED, head_dim=4, moe_intermediate_size=6, num_experts=4, num_experts_per_tok=2)
     if name == "deepseek":
         low = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
         routed = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 0}
@@ -60,7 +63,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(model(input_ids=x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
-def torch_losses(name: str) -> list[float]:
+def torch_losses(name: str, batch: Callable[[int], Tensor] = batch) -> list[float]:
     own, out = model(name), []
     opt = torch.optim.AdamW(own.parameters(), lr=1e-2)
     for i in range(2):
@@ -93,6 +96,35 @@ def test_losses_equal_one_process(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=1e-8, atol=0, msg=lambda m, plan=plan: f"{plan}: {m}")
 
     on_ranks(world, job, tmp_path)
+
+
+def test_where_experts_are_gathered_tokens_alone_come_in_chunks(tmp_path: Path) -> None:
+    """More tokens than their small experts have weights, backward: there the experts are gathered."""
+
+    def many(seed: int) -> Tensor:
+        return torch.randint(2, 32, (6, 6), generator=torch.Generator().manual_seed(seed))
+
+    own = model("few and small")
+    captured = capture(own, many(0), loss, torch.optim.AdamW(own.parameters(), lr=1e-2))
+    placed = passes.run(passes.Draft(captured, Spec.parse("ep2"))).program
+    assert placed is not None and any(n.args[4].op.name == "all_gather" for n in placed.find_all("experts_backward"))
+    want = torch_losses("few and small", many)
+
+    def job(rank: int) -> None:
+        own = model("few and small")
+        step = parallelize(own, loss, torch.optim.AdamW(own.parameters(), lr=1e-2), many(0), plan="ep2,async-ep")
+        torch.testing.assert_close([step(many(i)).item() for i in range(2)], want, rtol=1e-8, atol=0)
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_tokens_in_uneven_parts_are_sent_to_no_rank_alone() -> None:
+    """Six samples on four ranks, though their tokens divide."""
+    own = model("few and small")
+    captured = capture(own, torch.ones(6, 6, dtype=torch.int64), loss, torch.optim.SGD(own.parameters(), lr=1e-2))
+    with pytest.raises(PlanError, match="ragged-ep has nothing to do") as caught:
+        passes.run(passes.Draft(captured, Spec.parse("ep4,ragged-ep")))
+    assert "an even number on every rank" in str(caught.value)
 
 
 def test_experts_with_biases_are_one_op() -> None:

@@ -76,7 +76,7 @@ def sent_alone(p: Program, axis: str) -> Program:
     def node(n: Node) -> Node:
         args, attrs = tuple(made[a] for a in n.args), dict(n.attrs)
         gathered = n.args[0].op is all_gather and n.args[0].attr("axis") == axis if n.op.products is not None and n.args else False
-        even = gathered and not any(a.shape[0] % n.mesh.ranks for a in (n.args[0].args[0], n.args[-1]))
+        even = gathered and all(a.layout.is_even for a in (n.args[0].args[0], n.args[-1]))
         return make(n.op, args, {**attrs, "sent": axis} if even else attrs)
 
     def same(n: Node) -> Node:
@@ -87,17 +87,16 @@ def sent_alone(p: Program, axis: str) -> Program:
 
 
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
-    """The results of an op made of matmuls, whose tokens are gathered along the axis; none where there is nothing to be chunked."""
-    eq = equation_of(n) if n.op.products is not None else None
-    gathered = [(k, a) for k, a in enumerate(n.args) if eq is not None and a.op is all_gather and a.attr("axis") == axis and len(a.args) == 1]
-    if eq is None or not gathered:
+    """The results of an op made of matmuls, whose tokens, the rows of its first operand, are gathered along the axis; none where there is nothing to be
+    chunked. Where experts are gathered instead, picks count all of them, and some alone would be others."""
+    eq, first = equation_of(n) if n.op.products is not None else None, n.args[0] if n.args else n
+    if eq is None or first.op is not all_gather or first.attr("axis") != axis or len(first.args) != 1:
         return None
-    k, first = gathered[0]
     at = first.args[0].layout.where_cut(axis)
     assert at is not None
     atoms, lone = finest(first.args[0].layout.dims[at[0]], n.mesh)
     last = max((i for i, a in enumerate(atoms) if a.cut), default=-1)
-    label, outer = eq.label(k, at[0]), math.prod(a.size for a in atoms[: last + 1])
+    label, outer = eq.label(0, at[0]), math.prod(a.size for a in atoms[: last + 1])
     inner = first.shape[at[0]] // outer
     dims = dict(eq.dims_of(label))
     if lone or inner % chunks or label in eq.whole:
