@@ -149,8 +149,7 @@ def _guard(d: Draft) -> Draft:
 def _recompute(d: Draft) -> Draft:
     if d.micro is not None:
         return d  # every stage its own, once they are split
-    regions = regions_of(d.step, d.spec.recompute or ("full" if d.spec.offload else "")) if d.plan is None else ()
-    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions, d.spec.offloads)
+    again = d.plan.again(d.step) if d.plan is not None else recomputed(d.step, regions_of(d.step, d.spec.again))
     return replace(d, captured=again)
 
 
@@ -180,10 +179,9 @@ def split_stages(
     found = found or FoundStages()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
-    whole = spec.offloads == "all"
-    regions = regions_of(captured, "full" if whole else spec.recompute) if found.recomputed is None or whole else found.recomputed
+    regions = regions_of(captured, spec.again) if found.recomputed is None else found.recomputed
     stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
-    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights, spec.offloads) for s in stages)
+    run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)
     return Stages(stages, run, {**held, **(exact or {})}, options)
 
 

@@ -11,13 +11,16 @@ import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft import passes
 from weft.api.parallelize import parallelize
+from weft.api.planfile import Followed
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
+from weft.interp import run_global
 from weft.plan.spec import Spec
+from weft.transform.stage_contents import stage_contents_of
 
 
 def losses(plan: str) -> list[float]:
@@ -33,8 +36,30 @@ def test_bits_are_the_same(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         for plan in ("dp2,zero3", "pp2,micro2", "dp2,recompute"):
             assert losses(f"{plan},offload") == losses(plan), plan
+        mixed = "pp2,micro2,recompute:mixed,stage:first+layer/offload+layer,stage:layer/full-offload+last"
+        assert losses(mixed) == losses("pp2,micro2"), mixed
 
     on_ranks(2, job, tmp_path)
+
+
+def test_layers_are_run_each_in_its_way() -> None:
+    """Of five blocks two are kept by the host, one is recomputed, one recomputed from an input kept by the host; the last is kept as it is, so the one
+    before comes back while it is at work."""
+    w = zoo.small("gpt2", layers=5, hidden=64)
+    captured = capture(w.model, w.example(8), w.loss, torch.optim.SGD(w.model.parameters(), lr=1e-2))
+    stage = "recompute:mixed,stage:first+layer/full+layer/offload*2+layer/full-offload+layer+last"
+    plan = Followed("a plan", Spec.parse(stage), contents=stage_contents_of(Spec.parse(stage)))
+    made = passes.run(passes.Draft(captured, plan.spec, plan=plan)).program
+    assert made is not None
+    whole = passes.run(passes.Draft(captured, Spec.parse("offload"))).program
+    assert whole is not None
+    of_one = len(whole.find_all("to_host")) // 4  # all but the last
+    assert len(made.find_all("to_host")) == 2 * of_one + 1 == len(made.find_all("landed"))
+    attended = {text: len(p.find_all("attention")) for text, p in (("mixed", made), ("offload", whole), ("recompute", program("recompute")))}
+    assert attended == {"mixed": 7, "offload": 5, "recompute": 12}
+    given = captured.inputs(w.example(8))
+    both = [run_global(p, given) for p in (made, captured.program)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[1])
 
 
 def program(words: str, batch: int = 16) -> Program:
@@ -64,7 +89,10 @@ def test_of_recomputed_blocks_their_inputs_are_kept_by_the_host() -> None:
     assert peak_bytes(both) < peak_bytes(plain) - 3 * 256 * 16 * 128 * 4 and peak_bytes(both) < peak_bytes(alone)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(PlanError, match="offload is not searched"):
-        Spec.parse("offload").setting(global_batch=8)
-    assert Spec.parse(str(Spec.parse("dp2,offload"))).offload
+def test_words_and_settings_say_the_same() -> None:
+    for text in ("dp2,offload", "dp2,micro2,recompute,offload"):
+        spec = Spec.parse(text)
+        assert Spec.parse(str(spec)) == spec == Spec.of(spec.setting(global_batch=8))
+    with pytest.raises(PlanError, match="no recompute named 'ffn-offload'") as caught:
+        Spec.parse("recompute:ffn,offload").setting(global_batch=8).check()
+    assert "full-offload" in str(caught.value)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from weft.cluster.spec import cluster
+from weft.cost.price import Costs
 from weft.plan.planner import Request
 from weft.plan.search import Found, Search
-from weft.plan.setting import RECOMPUTE, Setting
-from weft.plan.stage_partitioner import WAYS, Measure, Point, blocks_of, least_more
+from weft.plan.setting import OFFLOAD, OFFLOADED, RECOMPUTE, Setting
+from weft.plan.stage_partitioner import WAYS, Measure, Point, Times, blocks_of, least_more, spread
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,44 @@ def test_little_memory_is_met_by_running_more_again() -> None:
     found = cut(tight, s)
     assert found.memory <= tight.memory < free.memory
     assert found.seconds > free.seconds
+
+
+def ways(found: Found) -> set[str]:
+    return {way for stage in found.stages for _, way, _ in stage}
+
+
+def test_the_host_keeps_layers_where_that_is_faster(search: Search) -> None:
+    """On the joint hull: no slower than recompute alone, and only as much as its link has time for."""
+    s, tight = setting(search), Search(search.problem)
+    tight.__dict__["memory"] = cut(search, s).memory * 0.8
+    both, alone = cut(tight, s), cut(tight, s, Measure(host=False))
+    assert OFFLOAD in ways(both) and not ways(alone) & {*OFFLOADED}
+    assert both.seconds < alone.seconds and both.memory <= tight.memory
+    step = tight.step(s, both.layers, both.stages)
+    assert step.hidden["host"] > 0 and step.causes.get("host", 0.0) < 0.02 * step.seconds
+
+
+def test_a_host_without_room_or_link_keeps_nothing(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, tight = setting(search), Search(search.problem)
+    tight.__dict__["memory"] = cut(search, s).memory * 0.8
+    monkeypatch.setattr("weft.plan.stage_partitioner.HOST_MEMORY", 1e6)
+    assert not ways(cut(tight, s)) & {*OFFLOADED}
+    costs = Costs(cluster("1x1xx86-2"), cluster("1x1xx86-2").device, s.place)
+    layer = search.work(setting(search)).layer
+    assert Times(search.work(s), costs).free(layer) == 0.0 < Times(search.work(s), Costs(search.cluster, search.cluster.device, s.place)).free(layer)
+
+
+@pytest.mark.parametrize(
+    ("hosted", "rest"), [(0, (("full", 2), ("none", 3))), (3, (("full", 1), ("none", 4))), (2, ()), (5, (("none", 1),)), (1, (("none", 7),))]
+)
+def test_layers_of_the_host_stand_evenly_among_the_others(hosted: int, rest: tuple[tuple[str, int], ...]) -> None:
+    mix = ((OFFLOAD, hosted), *rest)
+    made = [way for way, n in spread(mix) for _ in range(n)]
+    assert Counter(made) == Counter({way: n for way, n in mix if n})
+    assert [way for way in made if way != OFFLOAD] == [way for way, n in rest for _ in range(n)]
+    if rest and hosted:
+        gaps = [len(list(group)) for way, group in itertools.groupby(made) if way != OFFLOAD]
+        assert made[-1] != OFFLOAD and max(gaps) <= -(-len(made) // hosted)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

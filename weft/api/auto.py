@@ -308,7 +308,7 @@ class Pool:
             self._refuse(name, e)
 
     def _of(self, named: Spec) -> Captured:
-        return recomputed(self.captured, regions_of(self.captured, named.recompute))
+        return recomputed(self.captured, regions_of(self.captured, named.again))
 
     def add(self, name: str, named: Spec, program: Program) -> None:
         seen = predict(program, self.where)

@@ -213,7 +213,7 @@ class _StepRequest:
 
     def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
         """The step under another plan, as far as memory goes."""
-        again = recomputed(replace(captured, program=traced), regions_of(captured, other.recompute))
+        again = recomputed(replace(captured, program=traced), regions_of(captured, other.again))
         return auto.prepare(again, other, self.constraints, self.device)
 
     # -- in micro-batches ------------------------------------------------------------------------------------------------------------

@@ -76,10 +76,8 @@ class Followed:
     def again(self, captured: Captured) -> Captured:
         """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program by its words alone."""
         regions = self.found(captured).recomputed if self.program is None else None
-        way = "" if self.spec.recompute == MIXED else self.spec.recompute
-        if self.spec.offloads == "all":
-            regions, way = None, "full"
-        return recomputed(captured, regions_of(captured, way) if regions is None else regions, self.spec.offloads)
+        way = "" if self.spec.recompute == MIXED else self.spec.again
+        return recomputed(captured, regions_of(captured, way) if regions is None else regions)
 
     def input_layouts(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
         """How inputs are laid out: parameters and optimizer state as in the plan, and of a batch what can be sharded as there."""

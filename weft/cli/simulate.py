@@ -38,7 +38,8 @@ def simulate(
     virtual: int = typer.Option(1, "--virtual", help="Virtual stages per device, for the interleaved schedule."),
     zero: int = typer.Option(0, "--zero", help="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters (FSDP)."),
     recompute: str = typer.Option(
-        "none", "--recompute", help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full."
+        "none", "--recompute", help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full; "
+        "offload or full-offload keeps activations, or inputs of layers, in host memory.",
     ),
     schedule: str = typer.Option(
         "", "--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager, zero-bubble-eager, zero-bubble-v or dual-pipe-v."

@@ -13,6 +13,8 @@ from weft.cost.price import Costs
 from weft.cost.timeline import Task, Timeline
 from weft.cost.work import Collective, Op
 
+HOST = ("to_host", "from_host")  # the two ways of the link to the host
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -58,9 +60,11 @@ class Walk:
         return Timeline(tuple(t for t, _ in made), tuple(b for _, b in made), tuple(b + t.seconds for t, b in made))
 
     def phase(self) -> Phase:
-        last = max([self.now, *self.links.values()])
+        last = max([self.now, *(end for name, end in self.links.items() if name not in HOST)])
         if last > self.now:  # reductions that outlast the pass
             self.wait("dp", last)
+        if self.links.get("to_host", 0.0) > self.now:  # nobody waits for the last copy, but the next pass for the link
+            self.wait("host", self.hidden["host"])
         return Phase(self.now, dict(self.causes), dict(self.hidden))
 
     def op(self, op: Op) -> None:

@@ -15,7 +15,7 @@ EVERYTHING = Space()
 _ALONE = {
     "sequence_parallel": (False,), "schedules": ("1f1b",), "overlap_tp": (False,), "keep_gathered": (False,), "recompute": RECOMPUTE,
 }  # fmt: skip
-_SOME_LAYERS = Measure(("none", "full"), free=False)  # a number of layers recomputed in full, the same on every stage
+_SOME_LAYERS = Measure(("none", "full"), free=False, host=False)  # a number of layers recomputed in full, the same on every stage
 
 BASELINES: dict[str, Space] = {
     # gradients reduced in buckets overlapped with the backward

@@ -16,7 +16,7 @@ from weft.core.errors import PlanError, WeftError
 from weft.plan.configs import Read, read
 from weft.plan.partition import share
 from weft.plan.plan import Plan
-from weft.plan.setting import MIXED, Setting
+from weft.plan.setting import MIXED, OFFLOADED, Setting
 from weft.plan.summaries import summary
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}
@@ -139,7 +139,11 @@ def depth_of(plan: Plan) -> int:
 
 
 def _ways(plan: Plan) -> list[str]:
-    """What each layer recomputes, in order; halves of a layer count for the one they begin."""
+    """What each layer recomputes, in order; halves of a layer count for the one they begin. No form says what the host keeps: it is recomputed."""
+    return ["full" if way in OFFLOADED else way for way in _asked(plan)]
+
+
+def _asked(plan: Plan) -> list[str]:
     if plan.setting.recompute != MIXED:
         return [plan.setting.recompute]
     found, at = [], 0.0
@@ -250,7 +254,7 @@ def _megatron(plan: Plan, comments: Sequence[str]) -> str:
 def _megatron_recompute(plan: Plan) -> dict[str, Any]:
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     if plan.setting.recompute == MIXED:
-        full = {sum(int(_size(name) * n) for name, again, n in stage if again == "full") for stage in plan.stages}
+        full = {sum(int(_size(name) * n) for name, again, n in stage if again in ("full", *OFFLOADED)) for stage in plan.stages}
         ways = set(_ways(plan))
         if len(full) == 1 and ways == {"none", "full"} and min(full):
             return {**block, "recompute-num-layers": min(full)}

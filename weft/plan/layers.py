@@ -8,6 +8,8 @@ which is known by an op that mixes several activations. Ways of running a layer 
     selective    all middles
     per-op       all but the mixing ops and every second matmul, matmuls of one operand being one
     full         everything
+    offload      nothing: all that the backward pass reads is kept by the host
+    X-offload    X, from inputs that are kept by the host
 
 A layer may be split into two where a single value passes, between its attention and the next matmul.
 """
@@ -15,18 +17,26 @@ A layer may be split into two where a single value passes, between its attention
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.core.node import Node
 from weft.frontend.capture import Captured
 from weft.ops.registry import Kind
+from weft.plan.setting import OFFLOAD
 from weft.plan.split import Cut, Forward, Region, narrow
 
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
 PERIOD = 8  # blocks of a unit that repeats, at most
 ROWS = 4  # of blocks of one kind each, at most
 MOST_OF_IT = 0.75  # of all blocks that rows must hold for a model to be a stack
+
+
+def of_host(way: str) -> tuple[str, str]:
+    """Which part of a layer a way is about, and what of it the host keeps."""
+    if not way.endswith(OFFLOAD):
+        return way, ""
+    return (way.removesuffix(f"-{OFFLOAD}"), "inputs") if way != OFFLOAD else ("full", "all")
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,10 @@ class Layers:
     # -- what may be recomputed
 
     def again(self, k: int, way: str, half: int = WHOLE) -> list[Region]:
-        """The regions of a layer that are recomputed in this way; none where it has no such part."""
+        """The regions of a layer that are recomputed in this way, or kept by the host; none where it has no such part."""
+        part, host = of_host(way)
+        if host:
+            return [replace(r, host=host) for r in self.again(k, part, half)]
         nodes = self.nodes(k, half)
         within = frozenset(nodes)
         if way == "full":

@@ -1,7 +1,8 @@
 """Peak memory of a stage's device: what it holds all the time, and what is alive at the worst moment of its order.
 
 Activations are followed through the order of the pipeline: a forward adds what its backward will need, that backward frees
-it. On top come the largest passing buffers, and an allowance for fragmentation and for what the driver and library hold.
+it. What the host keeps of layers is none of it, but for the last layer of a chunk, whose backward comes at once. On top come the largest
+passing buffers, and an allowance for fragmentation and for what the driver and library hold.
 """
 
 from __future__ import annotations
@@ -80,19 +81,28 @@ class _State:
 
 
 def saved(setting: Setting, block: Block) -> float:
-    """Bytes of one layer that wait for its backward."""
+    """Bytes of one layer that wait for its backward on the device."""
+    if block.hosted(setting.recompute):
+        return 0.0
     if block.recomputes(setting.recompute) == "full" and block.kept:
         return block.kept
     return block.saved - block.not_kept(setting.recompute)
 
 
+def stays(setting: Setting, blocks: Sequence[Block]) -> float:
+    """Of the last layer of a chunk, what the host would keep of another."""
+    return next((b.hosted(setting.recompute) for b in reversed(blocks) if b.kept), 0.0)
+
+
 def _peak_activations(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> float:
-    sizes = [sum(saved(setting, p.block) * p.count for p in chunk) for chunk in chunks]
+    sizes = [sum(saved(setting, p.block) * p.count for p in chunk) + stays(setting, [p.block for p in chunk if p.count]) for chunk in chunks]
     return max(waiting(order, sizes), default=0.0)
 
 
 def _passing(setting: Setting, block: Block) -> float:
-    """The layer at work: what it recomputed, and its largest buffer with that buffer's gradient."""
+    """The layer at work: what it recomputed, what the host sent back for it and the next, and its largest buffer with that buffer's gradient."""
+    if hosted := block.hosted(setting.recompute):
+        return 2 * hosted + (block.saved if block.rerun(setting.recompute) else 0.0) + 2 * block.work
     again = block.saved if block.recomputes(setting.recompute) == "full" and block.kept else block.not_kept(setting.recompute)
     return again + 2 * block.work
 

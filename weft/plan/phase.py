@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.cost.price import Costs
 from weft.cost.timeline import Task
 from weft.cost.walk import Phase, Walk
-from weft.cost.work import Collective, Op
+from weft.cost.work import Collective, MemoryBound, Op
 from weft.plan.workload import Block, split_weight
 
 
@@ -51,7 +51,8 @@ def walk(costs: Costs, parts: Sequence[LayerRun], how: Pass, events: list[tuple[
     """Every op of the parts, one by one; they are put among the events, if asked for."""
     walker = LayerWalk(costs, how=how, events=events)
     for i, part in enumerate(parts):
-        walker.run(part, next((p.block for p in parts[i + 1 :] if p.count), None))
+        later = [p.block for p in parts[i + 1 :] if p.count]
+        walker.run(part, next(iter(later), None), next((b for b in later if b.hosted(how.recompute)), None))
     walker.join()
     return walker
 
@@ -76,17 +77,19 @@ def settled(first: Clocks, second: Clocks, third: Clocks) -> bool:
 
 @dataclass
 class LayerWalk(Walk):
-    """A walk through layers, each gathered while the one before is at work."""
+    """A walk through layers, each gathered, and brought back from the host, while the one before is at work."""
 
     how: Pass = Pass("forward")
     gathered: float | None = None
+    fetched: float | None = None  # what the host kept of the next layer of which it keeps something
+    begun: bool = False  # with layers that repeat
 
-    def run(self, part: LayerRun, following: Block | None) -> None:
+    def run(self, part: LayerRun, following: Block | None, fetched: Block | None) -> None:
         """Equal layers: once two in a row took the same and no clock will overtake another, those between them and the last are as many times
         that much."""
         left, steps = part.count, [self.clocks()]
         while left > 0:
-            self.block(part.block, part.block if left > 1 else following)
+            self.block(part.block, *((part.block, part.block) if left > 1 else (following, fetched)))
             left, steps = left - 1, [*steps[-2:], self.clocks()]
             if left > 1 and self.events is None and len(steps) == 3 and settled(*steps):
                 self.repeat(steps[1], left - 1)
@@ -95,8 +98,7 @@ class LayerWalk(Walk):
     def clocks(self) -> Clocks:
         """When the device, the host and each link are done, and what was waited for so far."""
         ends = {"now": self.now, "host": self.host, **{f"link {k}": v for k, v in self.links.items()}}
-        if self.gathered is not None:
-            ends["gathered"] = self.gathered
+        ends |= {name: end for name, end in (("gathered", self.gathered), ("fetched", self.fetched)) if end is not None}
         return ends, dict(self.causes), dict(self.hidden)
 
     def repeat(self, before: Clocks, times: int) -> None:
@@ -107,19 +109,41 @@ class LayerWalk(Walk):
         self.beside = [(axis, end + self.now - now) for axis, end in self.beside]
         if self.gathered is not None:
             self.gathered += times * (self.gathered - ends["gathered"])
+        if self.fetched is not None:
+            self.fetched += times * (self.fetched - ends["fetched"])
         for found, was in ((self.links, {k: ends.get(f"link {k}", 0.0) for k in self.links}), (self.causes, causes), (self.hidden, hidden)):
             for key in found:
                 found[key] += times * (found[key] - was.get(key, 0.0))
 
-    def block(self, block: Block, following: Block | None) -> None:
+    def block(self, block: Block, following: Block | None, fetched: Block | None) -> None:
+        """`fetched` is the next layer of which the host keeps something."""
         if self.how.gather:
             here = self.carry_all(gathers(block, self.how)) if self.gathered is None else self.gathered
             self.gathered = None if following is None else self.carry_all(gathers(following, self.how))
             self.wait("dp", here)
+        if self.how.direction in ("backward", "input") and block.kept:
+            self.fetch(block.hosted(self.how.recompute), fetched)
         for op in self.how.ops(block):
             self.op(op)
+        if self.how.direction == "forward" and following is not None and following.kept:  # of the last layer nothing is sent: it is needed at once
+            self.send(block.hosted(self.how.recompute))
         if self.how.reduce:
             self.carry_all(reductions(block, self.how))
+
+    def send(self, size: float) -> None:
+        if size:
+            self.op(MemoryBound("to_host", 2 * size, 0))
+            self.copy("to_host", size, self.now)
+
+    def fetch(self, size: float, later: Block | None) -> None:
+        """Wait for what the host kept of a layer; then, or with the first layer, what it kept of a later one begins to come back."""
+        here, first = self.fetched, not self.begun
+        if size and here is not None:
+            self.wait("host", here)
+            self.op(MemoryBound("from_host", 2 * size, 0))
+        self.begun = True
+        if first or size:
+            self.fetched = None if later is None else self.copy("from_host", later.hosted(self.how.recompute), self.now)
 
     def carry_all(self, ops: Iterator[Collective]) -> float:
         """Put parameters or gradients on their way."""

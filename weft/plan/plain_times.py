@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.cost.price import Costs
 from weft.cost.work import Collective, Op
-from weft.plan.setting import MIXED, RECOMPUTE
+from weft.plan.setting import MIXED, OFFLOADED, RECOMPUTE
 from weft.plan.workload import Block, Workload, split_weight
 
 
@@ -22,7 +22,7 @@ class OpTimes:
     @staticmethod
     def of(block: Block, costs: Costs) -> OpTimes:
         forward, back = _total(block.forward, costs), block.backward("none")
-        again = {how: _total(block.rerun(how), costs) for how in (*RECOMPUTE, MIXED)}  # of a mix nothing is known yet
+        again = {how: _total(block.rerun(how), costs) for how in (*RECOMPUTE, *OFFLOADED, MIXED)}  # of a mix nothing is known yet
         plain = _total(back, costs)
         return OpTimes(forward, {k: plain + v for k, v in again.items()}, _total(split_weight(back)[1], costs))
 

@@ -25,7 +25,7 @@ from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fi
 from weft.core.text import parse as parse_program
 from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
-from weft.plan.setting import AGAIN, MIXED, Setting
+from weft.plan.setting import AGAIN, MIXED, OFFLOADED, Setting
 from weft.plan.shares import dealt
 from weft.plan.spec import DECIDED, Piece, Spec
 
@@ -38,7 +38,7 @@ KINDS = {f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isi
 MADE_FOR = (
     "global_batch", "kernels", "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "batch_first", "master",
 )  # fmt: skip
-STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values()), whole()))), most=4096)
+STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values(), *OFFLOADED), whole()))), most=4096)
 _SPEC = {
     **{f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
     "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), whole(0, 3)))), "stages": STAGES, "cuts": Listed(text(), most=4096),

@@ -34,11 +34,10 @@ from weft.plan.phase import LayerRun, Pass, gathers, reductions
 from weft.plan.plain_times import OpTimes, PlainTimes
 from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
-from weft.plan.setting import MIXED, RECOMPUTE, Setting
+from weft.plan.setting import MIXED, OFFLOAD, OFFLOADED, RECOMPUTE, Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
 from weft.plan.stage_partitioner import (
-    WAYS,
     Measure,
     Piece,
     Point,
@@ -217,7 +216,15 @@ class Search:
     # --- simulation
 
     def tailored(self, setting: Setting, measure: Measure) -> Found | None:
-        """A setting with its stages partitioned; the plain setting where all layers come out the same."""
+        """A setting with its stages partitioned, the host keeping activations or not, whichever is faster."""
+        found = self._tailored(setting, measure)
+        if found is not None and all(way not in OFFLOADED for stage in found.stages for _, way, _ in stage):
+            return found
+        other = self._tailored(setting, replace(measure, host=False)) if measure.host else None
+        return min((f for f in (found, other) if f is not None), key=lambda f: f.seconds, default=None)
+
+    def _tailored(self, setting: Setting, measure: Measure) -> Found | None:
+        """The plain setting where all layers come out the same."""
         stages = self._stages(setting, measure)
         if stages is None:
             return None
@@ -348,7 +355,7 @@ class Search:
         shares = [n / self.problem.depth for _, n in work.kinds]
         if key not in self._hulls:
             times = self.times(s, self._fastest(s))
-            self._hulls[key] = mean_hull([times.hull(WAYS, layer) for layer, _ in work.kinds], shares)
+            self._hulls[key] = mean_hull([times.with_host(layer) for layer, _ in work.kinds], shares)
         held = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
         state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(held, shares, strict=True)) * layers
         left = room(self.memory) - state - min(m.passing + m.buffers for m in held)
@@ -393,7 +400,7 @@ class Search:
     def _memory(self, s: Setting) -> float:
         """The first two stages with as many forwards in flight as their order reaches, of the chunk that keeps least, and the last with one of each."""
         if s.recompute == MIXED:
-            return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full"))
+            return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full", *OFFLOADED))
         work, counts = self.work(s), even_layers(self.problem.depth, s.pp * s.virtual)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)
         found = 0.0
@@ -463,7 +470,7 @@ def _order(found: Found, objective: str) -> tuple[object, ...]:
 def plainness(s: Setting) -> tuple[object, ...]:
     """Fewer kinds of sharding first, then smaller degrees, so that of equal settings the plainer is taken."""
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
-    kept = (*RECOMPUTE, MIXED).index(s.recompute)
+    kept = (*RECOMPUTE, *OFFLOADED, MIXED).index(s.recompute)
     cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.virtual)
     return (*cut, s.schedule, kept, -s.micro_batch, s.sequence_parallel, s.overlap_tp, s.keep_gathered)
 
@@ -475,5 +482,5 @@ def describe(s: Setting) -> str:
     extra += ["sequence parallel"] if s.sequence_parallel else []
     extra += ["async tp"] if s.overlap_tp else []
     extra += [s.schedule + (f" x{s.virtual}" if s.virtual > 1 else "")] if s.pp > 1 else []
-    extra += [f"recompute {s.recompute}"] if s.recompute != "none" else []
+    extra += [s.recompute if s.recompute == OFFLOAD else f"recompute {s.recompute}"] if s.recompute != "none" else []
     return ", ".join([degrees, *extra, f"micro-batch {s.micro_batch}"])

@@ -9,6 +9,8 @@ from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
 
 RECOMPUTE = ("none", "selective", "per-op", "full")
 AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
+OFFLOAD = "offload"  # the host keeps what the backward pass reads of a layer or, of one that is recomputed, its inputs
+OFFLOADED = (OFFLOAD, f"full-{OFFLOAD}")
 MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
 KERNELS = ("classic", "eager", "compiled")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
@@ -94,7 +96,7 @@ class Setting:
         if self.devices > DEVICES or self.pp * self.virtual > CHUNKS:
             needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
             raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.virtual:,} chunks")
-        words = {"recompute": (*RECOMPUTE, MIXED), "schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
+        words = {"recompute": (*RECOMPUTE, *OFFLOADED, MIXED), "schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))

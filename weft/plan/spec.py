@@ -23,7 +23,7 @@ from weft.core.layout import Mesh
 from weft.plan.pins import parse_pin
 from weft.plan.rewritten import Move
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
-from weft.plan.setting import AGAIN, MIXED, Setting
+from weft.plan.setting import AGAIN, MIXED, OFFLOAD, OFFLOADED, Setting
 from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
@@ -136,9 +136,9 @@ class Spec:
         return SCHEDULES[self.schedule]
 
     @property
-    def offloads(self) -> str:
-        """What the host keeps of repeated blocks: their inputs where they are recomputed, or all that the backward pass reads."""
-        return "" if not self.offload else "inputs" if self.recompute else "all"
+    def again(self) -> str:
+        """What repeated blocks recompute or leave to the host, as `plan.layers` has it."""
+        return left_to_host(self.recompute) if self.offload else self.recompute
 
     @property
     def mesh(self) -> Mesh:
@@ -211,22 +211,15 @@ class Spec:
     @staticmethod
     def of(s: Setting) -> Spec:
         """The decisions of a setting, which counts ep among dp."""
-        again = "" if s.recompute == "none" else s.recompute
+        again = "" if s.recompute in ("none", OFFLOAD) else s.recompute.removesuffix(f"-{OFFLOAD}")
         return Spec(
             s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel, 0, s.pp, s.schedule if s.pp > 1 else PLAIN,
             s.micro_batches if s.pp > 1 or s.micro_batches > 1 else 0, s.virtual if s.virtual > 1 else 0, again,
-            gather_once=s.keep_gathered, async_tp=s.overlap_tp,
+            gather_once=s.keep_gathered, async_tp=s.overlap_tp, offload=s.recompute in OFFLOADED,
         )  # fmt: skip
 
     def setting(self, **given: Any) -> Setting:
         """The decisions with what they are made for: the batch, its number type, kernels."""
-        if self.offload:
-            raise PlanError(
-                "offload is not searched",
-                needed="a plan without it",
-                found=str(self),
-                try_="weft.parallelize(..., plan=...), which runs it",
-            )
         dp, batch = self.dp * self.ep, int(given["global_batch"])
         samples, over = divmod(batch, dp * self.micro_batches)
         if over or not samples:
@@ -235,8 +228,13 @@ class Spec:
             )  # fmt: skip
         return Setting(
             **given, micro_batch=samples, dp=dp, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, virtual=max(1, self.virtual), sequence_parallel=self.sp,
-            zero=self.zero, keep_gathered=self.gather_once, recompute=self.recompute or "none", schedule=self.schedule, overlap_tp=self.async_tp,
+            zero=self.zero, keep_gathered=self.gather_once, recompute=self.again or "none", schedule=self.schedule, overlap_tp=self.async_tp,
         )  # fmt: skip
+
+
+def left_to_host(way: str) -> str:
+    """The same way of running a layer, with what it keeps kept by the host."""
+    return OFFLOAD if way in ("", "none") else f"{way}-{OFFLOAD}"
 
 
 TUPLES = ("groups", "stages", "cuts", "pins", "shares")

@@ -32,15 +32,20 @@ Cut = tuple[Node, ...]  # values that end a stage
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of the forward pass that are recomputed, each for as long as nothing outside `within` reads it in the forward pass."""
+    """Nodes of the forward pass that are recomputed, each for as long as nothing outside `within` reads it in the forward pass.
+
+    `host` says what the host's memory keeps: of `inputs` those of the region, which is recomputed from them; of `all` nothing is recomputed, and
+    all that the backward pass reads was there; of `none` nothing, and nothing is recomputed either: others are fetched while it is at work.
+    """
 
     nodes: frozenset[Node]
     within: frozenset[Node]
+    host: str = ""
 
     def mapped(self, made: Callable[[Node], Node | None]) -> Region:
         """The region in another program."""
-        both = ({x for n in nodes if (x := made(n)) is not None} for nodes in (self.nodes, self.within))
-        return Region(*map(frozenset, both))
+        nodes, within = (frozenset(x for n in own if (x := made(n)) is not None) for own in (self.nodes, self.within))
+        return replace(self, nodes=nodes, within=within)
 
 
 @dataclass(frozen=True)

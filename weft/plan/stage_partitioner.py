@@ -1,7 +1,7 @@
 """Stages partitioned: how many layers each holds, split in half where that balances, and what each recomputes.
 
 Of a layer let f + b be its passes, e_o the seconds and s_o the bytes kept under way o of running parts again (none, activation, ffn, selective,
-full). For n layers whose activations may take A bytes,
+full) or leaving to the host what it keeps (offload; its input, full-offload). For n layers whose activations may take A bytes,
 
     min sum_o x_o e_o   with   sum_o x_o s_o <= A,  sum_o x_o = n
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,14 +24,16 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.cost.memory import needed
 from weft.cost.price import Costs
-from weft.plan.memory import Memory, stage_memory
+from weft.cost.work import MemoryBound
+from weft.plan.memory import Memory, saved, stage_memory, stays
 from weft.plan.partition import even, even_layers, partition
 from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.schedules import Action, Order
-from weft.plan.setting import Setting
+from weft.plan.setting import OFFLOAD, OFFLOADED, Setting
 from weft.plan.workload import Block, Workload
 
 WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
+HOST_MEMORY = 128e9  # bytes of the host's that a device may fill where its profile says nothing
 REACH = 5  # half layers more or fewer than the average that a stage may hold
 ONE = (Action("forward", 0, 0),)
 LAYER = "layer"
@@ -39,10 +42,11 @@ Piece = tuple[str, str, int]  # name of a block, what it recomputes, how often i
 
 @dataclass(frozen=True)
 class Measure:
-    """How freely stages are split: ways of recomputing that may be mixed, and whether stages may differ."""
+    """How freely stages are split: ways of recomputing that may be mixed, whether stages may differ, and whether the host may keep activations."""
 
     ways: tuple[str, ...] = WAYS
     free: bool = True
+    host: bool = True  # whether the host may keep activations
 
 
 def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]], starts: Sequence[int] = ()) -> Workload:
@@ -74,6 +78,15 @@ def by_kind(work: Workload, pieces: Sequence[Piece], start: int) -> Iterator[Pie
         start += n
 
 
+def spread(mix: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Ways of layers in order: those of which the host keeps all stand evenly among the others, so that its link has time for each, and none last."""
+    hosted, others = mix[0][1] if mix[0][0] == OFFLOAD else 0, [(way, n) for way, n in mix if way != OFFLOAD]
+    total = sum(n for _, n in mix)
+    rest = (way for way, n in others for _ in range(n))
+    order = [OFFLOAD if (k + 1) * hosted // total > k * hosted // total else next(rest) for k in reversed(range(total))]
+    yield from ((way, len(list(group))) for way, group in itertools.groupby(order))
+
+
 @dataclass(frozen=True)
 class Point:
     """One way of running a layer: seconds more, bytes kept."""
@@ -90,14 +103,38 @@ class Times:
     work: Workload
     costs: Costs
     _known: dict[tuple[str, str], float] = field(default_factory=dict)
+    _free: dict[str, float] = field(default_factory=dict)
 
     def of(self, name: str, way: str) -> float:
         if (name, way) not in self._known:
-            block = replace(named_blocks(self.work)[name], again=way)
-            ways = (Pass("forward"), Pass("backward"))
-            more, less = (sum(phase(self.costs, [LayerRun(block, n)], how).seconds for how in ways) for n in (3, 2))
-            self._known[name, way] = more - less
+            block = named_blocks(self.work)[name]
+            own = replace(block, again=_on_device(way))
+            took = sum(self._pass(own, direction) for direction in ("forward", "backward"))
+            self._known[name, way] = took + self.copied(replace(block, again=way).hosted(way))
         return self._known[name, way]
+
+    def _pass(self, block: Block, direction: str) -> float:
+        more, less = (phase(self.costs, [LayerRun(block, n)], Pass(direction)).seconds for n in (3, 2))
+        return more - less
+
+    def free(self, layer: Block) -> float:
+        """The share of such layers that the host can keep, its link at work no longer than they compute forward; a processor has no other memory."""
+        if layer.name not in self._free:
+            took = layer.saved / self.costs.device.host_bandwidth if "host.bandwidth" in self.costs.device.constants else math.inf
+            self._free[layer.name] = min(1.0, self._pass(layer, "forward") / took) if took else 1.0
+        return self._free[layer.name]
+
+    def copied(self, size: float) -> float:
+        """Seconds of copies in the device's own memory, before they leave and when they are back; the link has time for as much as it is given."""
+        return 2 * self.costs.seconds(MemoryBound("copies", 2 * size, 0)) if size else 0.0
+
+    def with_host(self, layer: Block) -> list[Point]:
+        """The hull over everything but the host, for the layers that the host cannot keep for nothing; with its input kept there the leanest."""
+        hull, left, more = self.hull(WAYS, layer), 1 - self.free(layer), self.free(layer) * self.copied(layer.saved)
+        if left == 1:
+            return hull
+        rest = [Point(more + left * p.more, left * p.kept, p.way) for p in hull]
+        return [hull[0], *(p for p in rest if p.kept < hull[0].kept), Point(more + left * hull[-1].more + 1e-12, 0.0, OFFLOADED[-1])]
 
     def hull(self, ways: Sequence[str], layer: Block) -> list[Point]:
         """The lower Pareto front of (bytes kept, seconds more), from the fastest to the leanest."""
@@ -110,6 +147,11 @@ class Times:
                 hull.pop()
             hull.append(p)
         return hull
+
+
+def _on_device(way: str) -> str:
+    """What a way computes again."""
+    return "none" if way == OFFLOAD else way.removesuffix(f"-{OFFLOAD}")
 
 
 def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
@@ -174,6 +216,12 @@ class StagePartitioner:
         """Ways on the lower hull, from the fastest to the leanest."""
         return tuple(point.way for point in self.layer_times.hull(self.measure.ways, self.work.layer))
 
+    def _left_to_host(self, layers: int) -> int:
+        """Of so many layers those that the host keeps before any is recomputed. Weight gradients that are put off would read them later still."""
+        if not self.measure.host or self.setting.pipeline.defers_weights:
+            return 0
+        return int(self.layer_times.free(self.work.layer) * layers)
+
     @cached_property
     def layer_times(self) -> Times:
         return self.times[self.devices[0].name]
@@ -192,20 +240,26 @@ class StagePartitioner:
         made: list[Piece] = [("first", "none", 1)] if stage == 0 else []
         if count and start % 2:
             made.append((self.work.halves[1].name, lone, 1))
-        made += [("layer", way, n) for way, n in mix if n]
+        made += [(LAYER, way, n) for way, n in spread(mix)]
         if count and (start + count) % 2:
             made.append((self.work.halves[0].name, lone, 1))
         return (*made, *([("last", "none", 1)] if stage == self.setting.pp - 1 else []))
 
     def _mixes(self, layers: int) -> list[tuple[tuple[str, int], ...]]:
-        """From all layers the fastest way to all the leanest, one layer at a time."""
-        ways = self.ways
+        """From all layers the fastest way to all the leanest, one layer at a time: the host keeps those that cost nothing, the others recompute more
+        and more, and at last the host keeps inputs."""
+        ways, hosted = self.ways, self._left_to_host(layers)
         if not layers:
             return [((ways[i], 0),) for i in range(len(ways))]
-        mixes: list[tuple[tuple[str, int], ...]] = [((ways[0], layers),)]
+        rest = layers - hosted
+        mixes: list[tuple[tuple[str, int], ...]] = [((OFFLOAD, n), (ways[0], layers - n)) for n in range(hosted + 1)]
         for a, b in itertools.pairwise(ways):
-            mixes += [((b, n), (a, layers - n)) for n in range(1, layers + 1)]
-        return mixes
+            mixes += [((OFFLOAD, hosted), (b, n), (a, rest - n)) for n in range(1, rest + 1)]
+        if hosted:
+            lean = OFFLOADED[-1]
+            mixes += [((OFFLOAD, hosted), (lean, n), (ways[-1], rest - n)) for n in range(1, rest + 1)]
+            mixes += [((OFFLOAD, hosted - n), (lean, rest + n)) for n in range(1, hosted + 1)]
+        return [tuple((way, n) for way, n in mix if n) for mix in mixes]
 
     def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
         """Seconds and pieces of a stage with as little recomputed as fits."""
@@ -220,9 +274,9 @@ class StagePartitioner:
             def own(mix: Sequence[tuple[str, int]]) -> list[Piece]:
                 return list(by_kind(self.work, pieces(mix), start // 2))
 
-            first = bisect.bisect_left(mixes, True, key=lambda mix: self._bytes(stage, own(mix)) <= self.memory)
-            made = pieces(mixes[first]) if first < len(mixes) else None
-            self._known[key] = None if made is None else (self._seconds(stage, own(mixes[first])), made)
+            first = _first(range(len(mixes)), lambda i: self._bytes(stage, own(mixes[i])) <= self.memory, lambda i: self._hosts(stage, own(mixes[i])))
+            made = None if first is None else pieces(mixes[first])
+            self._known[key] = None if first is None or made is None else (self._seconds(stage, own(mixes[first])), made)
         return self._known[key]
 
     @cached_property
@@ -238,13 +292,29 @@ class StagePartitioner:
             m = self._memory_of(name, way)
             adds += n * (m.params + m.grads + m.optimizer + alive * m.activations)
             passing, buffers = max(passing, m.passing), max(buffers, m.buffers)
+        adds += alive * stays(self.setting, [self._block(name, way) for name, way, _ in pieces])
         return needed(adds + passing + buffers)
 
+    def _hosts(self, stage: int, pieces: Sequence[Piece]) -> bool:
+        """Whether the host has room for what it keeps of a stage."""
+        kept = sum(n * self._block(name, way).hosted("none") for name, way, n in pieces)
+        return self._alive[stage] * kept <= self.devices[stage].get("host.memory", HOST_MEMORY)
+
+    def _block(self, name: str, way: str) -> Block:
+        if (name, way) not in self._blocks:
+            self._blocks[name, way] = replace(named_blocks(self.work)[name], again=way)
+        return self._blocks[name, way]
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[str, str], Block]:
+        return {}
+
     def _memory_of(self, name: str, way: str) -> Memory:
-        """Of one block with one micro-batch in flight."""
+        """Of one block among others with one micro-batch in flight."""
         if (name, way) not in self._memories:
-            block = replace(named_blocks(self.work)[name], again=way)
-            self._memories[name, way] = stage_memory(self.setting, [[LayerRun(block, 1)]], ONE)
+            block = self._block(name, way)
+            made = stage_memory(self.setting, [[LayerRun(block, 1)]], ONE)
+            self._memories[name, way] = replace(made, activations=saved(self.setting, block))
         return self._memories[name, way]
 
     @cached_property
@@ -312,18 +382,26 @@ class StagePartitioner:
         cuts = self.setting.pp * self.setting.virtual
         mix = mixes[min(level, len(mixes) - 1)]
         ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == cuts - 1 else [])
-        return (*ends[0], *(("layer", way, n) for way, n in mix if n), *ends[1])
+        return (*ends[0], *((LAYER, way, n) for way, n in spread(mix)), *ends[1])
 
     def _level(self, stage: int, own: Sequence[int], starts: Sequence[int]) -> int | None:
         most = max(len(self._mixes(n)) for n in own)
 
+        def made(level: int) -> list[tuple[Piece, ...]]:
+            return [self._chunk(stage + c * self.setting.pp, n, level) for c, n in enumerate(own)]
+
         def fits(level: int) -> bool:
-            pieces = [self._chunk(stage + c * self.setting.pp, n, level) for c, n in enumerate(own)]
+            pieces = made(level)
             chunks = [[LayerRun(b, n) for b, n in stage_] for stage_ in blocks_of(self.work, pieces, starts).stages]
             return stage_memory(self.setting, list(chunks), self._orders[stage]).total <= self.memory
 
-        first = bisect.bisect_left(range(most), True, key=fits)
-        return first if first < most else None
+        return _first(range(most), fits, lambda level: self._hosts(stage, [p for chunk in made(level) for p in chunk]))
+
+
+def _first(levels: range, fits: Callable[[int], bool], hosts: Callable[[int], bool]) -> int | None:
+    """The first that fits, as all behind it do, and whose host has room."""
+    first = 0 if fits(levels[0]) else bisect.bisect_left(levels, True, key=fits)
+    return next((i for i in levels[first:] if hosts(i)), None)
 
 
 def _slope(a: Point, b: Point) -> float:

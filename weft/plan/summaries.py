@@ -24,8 +24,9 @@ DEGREES = {
     "cp": "context parallelism (sequences sharded)", "ep": "expert parallelism",
 }  # fmt: skip
 AGAIN = {
-    "none": "nothing", "activation": "the MLP's activation", "ffn": "the MLP up to its activation", "selective": "attention and the MLP's activation",
-    "per-op": "all but attention and every second matmul", "full": "the full layer",
+    "none": "nothing", "offload": "nothing, activations in host memory", "activation": "the MLP's activation",
+    "ffn": "the MLP up to its activation", "selective": "attention and the MLP's activation",
+    "per-op": "all but attention and every second matmul", "full": "the full layer", "full-offload": "the full layer, inputs in host memory",
 }  # fmt: skip
 HALVES = ("attention", "ffn")  # blocks that are half a layer each
 
@@ -127,7 +128,10 @@ def _stack(plan: Plan) -> Iterator[Row]:
     if s.tp > 1:
         between = "activations between TP regions sharded along the sequence" if s.sequence_parallel else "activations between TP regions replicated"
         yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives overlapped with matmuls (async TP)" if s.overlap_tp else "")
-    again = {"none": "all activations kept", "full": "full layers recomputed in backward", "mixed": _mixed(plan)}
+    again = {
+        "none": "all activations kept", "offload": "activations kept in host memory", "full": "full layers recomputed in backward",
+        "full-offload": "full layers recomputed in backward from inputs kept in host memory", "mixed": _mixed(plan),
+    }  # fmt: skip
     yield "recompute", s.recompute, again.get(s.recompute, f"{AGAIN[s.recompute]} recomputed in backward" if s.recompute in AGAIN else "")
     if s.pp > 1:
         yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.cluster.kernels import WIDTH
 from weft.cost.work import Collective, Gemm, MemoryBound, Op
+from weft.plan.setting import OFFLOAD, OFFLOADED
 
 ROUND = 128  # a size padded to a multiple of it is aligned for any device, on up to 16 of them
 
@@ -49,9 +50,14 @@ class Block:
         """Bytes that recompute does not keep."""
         return {name: frees for name, _, frees in self.parts}.get(self.recomputes(recompute), 0.0)
 
+    def hosted(self, recompute: str) -> float:
+        """Bytes that the host keeps for the backward."""
+        way = self.recomputes(recompute)
+        return (self.saved if way == OFFLOAD else self.kept) if way in OFFLOADED else 0.0
+
     def rerun(self, recompute: str) -> tuple[Op, ...]:
         """Ops recomputed before the backward."""
-        return {"full": self.forward, **{name: ops for name, ops, _ in self.parts}}.get(self.recomputes(recompute), ())
+        return {"full": self.forward, f"full-{OFFLOAD}": self.forward, **{name: ops for name, ops, _ in self.parts}}.get(self.recomputes(recompute), ())
 
     def backward(self, recompute: str = "none") -> tuple[Op, ...]:
         """Ops of the backward, with what is recomputed before it."""

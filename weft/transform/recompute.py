@@ -22,34 +22,35 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.ops.host import from_host, landed, to_host
 from weft.ops.registry import Kind
-from weft.plan.layers import Layers
+from weft.plan.layers import Layers, of_host
 from weft.plan.split import Forward, Region, Stage, balanced_cuts
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
-    """What is recomputed where every repeated block does so in this way; nothing if it is none. Where no block repeats, the forward pass is parted
-    for `full` at values that pass alone: n such places into about sqrt(n) segments, which together keep the least."""
+    """What is recomputed, or kept by the host, where every repeated block does so in this way; nothing if it is none. Where no block repeats, the
+    forward pass is parted for `full` at values that pass alone: n such places into about sqrt(n) segments, which together keep the least."""
     if not way:
         return ()
     layers = Layers(captured)
-    found = tuple(r for k in range(layers.count) for r in layers.again(k, way)) if layers.count or way != "full" else _segments(layers.forward)
+    part, host = of_host(way)
+    found = tuple(r for k in range(layers.count) for r in layers.again(k, way)) if layers.count or part != "full" else _segments(layers.forward, host)
     if not found or not captured.gradients:
         raise PlanError(
             "nothing can be recomputed",
             needed="repeated blocks, whose gradients follow from the forward pass",
             found=_lacking(captured, layers, way),
-            try_="leave out recompute" if way == "full" or not layers.count else "recompute",
+            try_="leave out recompute" if part == "full" or not layers.count else "recompute",
         )
     return found
 
 
-def _segments(forward: Forward) -> tuple[Region, ...]:
+def _segments(forward: Forward, host: str) -> tuple[Region, ...]:
     cuts = balanced_cuts(forward, max(1, math.isqrt(len(forward.ends) + 1)))
     parts: dict[int, set[Node]] = {}
     for n, part in forward.cut_at(cuts).items():
         if n.args:
             parts.setdefault(part, set()).add(n)
-    return tuple(Region(nodes, nodes) for nodes in map(frozenset, parts.values())) if cuts else ()
+    return tuple(Region(nodes, nodes, host) for nodes in map(frozenset, parts.values())) if cuts else ()
 
 
 def _lacking(captured: Captured, layers: Layers, way: str) -> str:
@@ -58,50 +59,54 @@ def _lacking(captured: Captured, layers: Layers, way: str) -> str:
     return f"blocks with no {way} between two matmuls with weights" if layers.count else "no block that repeats, and no value that passes alone"
 
 
-def recomputed(captured: Captured, again: Sequence[Region], offload: str = "") -> Captured:
-    """The captured step with some of its forward pass run twice, or kept by the host (see `recompute`)."""
+def recomputed(captured: Captured, again: Sequence[Region]) -> Captured:
+    """The captured step with some of its forward pass run twice, or kept by the host."""
     if not again:
         return captured
     kept = [name for name in captured.program.output_names if name == "loss" or name.startswith("buffer.")]
-    program, made = recompute(captured.program, again, kept, list(captured.gradients.values()), offload=offload)
+    program, made = recompute(captured.program, again, kept, list(captured.gradients.values()))
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})
 
 
-def recomputed_stage(stage: Stage, weights_apart: bool, offload: str = "") -> Stage:
+def recomputed_stage(stage: Stage, weights_apart: bool) -> Stage:
     """A pipeline stage with its regions run twice; where weight gradients come later, no region waits for them."""
     if not stage.again or stage.step is stage.forward:
         return stage
     gradients = [n for name, n in stage.step.outputs if name.startswith("d.")]
-    program, _ = recompute(stage.step, stage.again, list(stage.forward.output_names), gradients, not weights_apart, offload)
+    program, _ = recompute(stage.step, stage.again, list(stage.forward.output_names), gradients, not weights_apart)
     return replace(stage, step=program)
 
 
 def recompute(
-    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True, offload: str = ""
+    p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool = True
 ) -> tuple[Program, Mapping[Node, Node]]:
     """The program with regions recomputed for their backward pass, and what became of its nodes.
 
     `forward` names the outputs of the forward pass. With `before`, a region waits for the gradients of the next one's parameters,
-    which then need not wait with all they read. What is kept comes back from the host with `offload`: of `inputs` those of
-    the regions that are recomputed; of `all` nothing is recomputed, and all that the backward pass reads was kept.
+    which then need not wait with all they read.
     """
-    made = {"": _Recomputed, "inputs": _Fetched, "all": _Kept}[offload](p, again, forward, gradients, before).made()
+    made = _Recomputed(p, again, forward, gradients, before).made()
     everything = remade([n for _, n in p.outputs], made)
     new = p.with_outputs([(name, everything[n]) for name, n in p.outputs], "recompute")
     return replace(new, lines={everything[n]: line for n, line in p.lines.items() if n in everything}), everything
+
+
+FETCHED = ("inputs", "all")  # regions of which the host keeps something
 
 
 class _Recomputed:
     def __init__(self, p: Program, again: Sequence[Region], forward: Sequence[str], gradients: Sequence[Node], before: bool) -> None:
         self.ahead = set(toposort(p.output_names[name] for name in forward))
         at = {n: i for i, n in enumerate(p.nodes)}
-        found = [(sorted(r.nodes & self.ahead, key=at.__getitem__), r.within) for r in again]
+        found = [(sorted(r.nodes & self.ahead, key=at.__getitem__), r) for r in again]
         found = sorted((f for f in found if f[0]), key=lambda f: at[f[0][0]])
-        self.regions, self.within = [nodes for nodes, _ in found], [within for _, within in found]
+        self.regions, self.within = [nodes for nodes, _ in found], [r.within for _, r in found]
+        self.host = [r.host for _, r in found]
         self.inside = self._inside(p, {p.output_names[name] for name in forward})
         self.back = [n for n in toposort(gradients) if n not in self.ahead]
         self.level = self._levels()
         self.starts = self._starts(gradients if before else ())
+        self.sent = self._sent() if "inputs" in self.host else {}
         self._second: dict[int, dict[Node, Node]] = {}
         self._made: dict[Node, Node] = {}
 
@@ -152,36 +157,72 @@ class _Recomputed:
     def _read(self, a: Node, level: float) -> Node:
         """What a node of the backward pass reads, by the region it belongs to."""
         if a in self.inside:
-            return self._recompute(self.inside[a])[a]
+            return self._given(self.inside[a])[a]
+        if level < math.inf and self.sent.get(a) == level:
+            return self._given(int(level))[a]
         return self._made.get(a, a)
 
-    def _recompute(self, i: int) -> dict[Node, Node]:
+    def _given(self, i: int) -> dict[Node, Node]:
+        """What the backward pass of a region reads in place of the first run."""
         if i not in self._second:
-            nodes = self._needed(i)
-            inner = set(nodes)
-            outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
-            outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.is_input)
-            second = self._remade_inputs(i, list(outer))
-            for n in nodes:
-                second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
-            self._second[i] = second
+            made = {"all": self._fetched, "none": self._as_it_is}.get(self.host[i], self._recomputed)
+            self._second[i] = made(i)
         return self._second[i]
+
+    def _as_it_is(self, i: int) -> dict[Node, Node]:
+        return {a: a for a in self._read_of(i)}
+
+    def _recomputed(self, i: int) -> dict[Node, Node]:
+        nodes = self._needed(i)
+        inner = set(nodes)
+        outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
+        outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.is_input)
+        second = self._remade_inputs(i, list(outer))
+        for n in nodes:
+            second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
+        return second
+
+    def _fetched(self, i: int) -> dict[Node, Node]:
+        """What the backward pass reads of a region, which was sent to the host."""
+        read = self._read_of(i)
+        kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and not a.op.is_input and self.inside.get(a) == i]
+        second = dict(zip(kept, self._from_host(i, kept), strict=True))
+        return {a: _view(a, second) for a in read} | second
+
+    def _sent(self) -> dict[Node, int]:
+        """What one region alone reads of those before it, where the host keeps that."""
+        readers: dict[Node, set[float]] = {}
+        for i, nodes in enumerate(self.regions):
+            own = set(nodes)
+            for a in (a for n in nodes for a in n.args if a not in own):
+                readers.setdefault(a, set()).add(i)
+        for n in self.back:
+            for a in n.args:
+                readers.setdefault(a, set()).add(self.level[n])
+        alone = {a: int(level) for a, of in readers.items() if len(of) == 1 and (level := next(iter(of))) < math.inf}
+        return {a: i for a, i in alone.items() if self.host[i] == "inputs" and a in self.ahead and a.args and _is_value(a) and a.ndim}
 
     def _remade_inputs(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
         """What a region reads, as other nodes of the same values, there once its backward pass may start."""
-        return dict(zip(outer, self._after(outer, i), strict=True))
+        kept = [a for a in outer if self.sent.get(a) == i]
+        rest = [a for a in outer if a not in kept]
+        return dict(zip(rest, self._after(rest, i), strict=True)) | dict(zip(kept, self._from_host(i, kept), strict=True))
 
     def _after(self, values: Sequence[Node], i: int, op: Any = lambda x: x) -> list[Node]:
         """The op on every value, once a region's backward pass may start."""
+        if not values:
+            return []
         tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
         return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
 
     def _sooner(self, i: int) -> int | None:
-        """The region whose backward pass comes before that of this one; none of the last, whose values are needed at once."""
-        return next((k for k in range(i + 1, len(self.regions)) if self.starts[k]), None)
+        """The region whose backward pass begins as what the host kept of this one is fetched: that of the next region of which the host keeps
+        something, whose values are there then, or the last of all. None for the last region itself, whose values are needed at once."""
+        later = [k for k in range(i + 1, len(self.regions)) if self.starts[k]]
+        return next((k for k in later if self.host[k] in FETCHED), later[-1] if later else None)
 
     def _from_host(self, i: int, values: Sequence[Node]) -> list[Node]:
-        """Values that went to the host, and come back while the region after this one is at work."""
+        """Values that went to the host, and come back while regions after this one are at work."""
         sooner = self._sooner(i)
         if sooner is None:
             return self._after(values, i)
@@ -203,44 +244,10 @@ class _Recomputed:
         return [n for n in self.regions[i] if n in needed]
 
 
-class _Fetched(_Recomputed):
-    """What one region alone reads of those before it is kept by the host, and comes back while the region after it is recomputed."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        readers: dict[Node, set[float]] = {}
-        for i, nodes in enumerate(self.regions):
-            own = set(nodes)
-            for a in (a for n in nodes for a in n.args if a not in own):
-                readers.setdefault(a, set()).add(i)
-        for n in self.back:
-            for a in n.args:
-                readers.setdefault(a, set()).add(self.level[n])
-        self.host = {a: next(iter(of)) for a, of in readers.items() if len(of) == 1 and a in self.ahead and a.args and _is_value(a) and a.ndim}
-
-    def _read(self, a: Node, level: float) -> Node:
-        mine = level < math.inf and self.host.get(a) == level and a not in self.inside
-        return self._recompute(int(level))[a] if mine else super()._read(a, level)
-
-    def _remade_inputs(self, i: int, outer: Sequence[Node]) -> dict[Node, Node]:
-        kept = [a for a in outer if self.host.get(a) == i]
-        return super()._remade_inputs(i, [a for a in outer if a not in kept]) | dict(zip(kept, self._from_host(i, kept), strict=True))
-
-
-class _Kept(_Recomputed):
-    """What the backward pass reads of a region goes to the host, and comes back while the region after it is at work."""
-
-    def _recompute(self, i: int) -> dict[Node, Node]:
-        if i not in self._second:
-            read = self._read_of(i)
-            kept = [a for a in dict.fromkeys(map(_viewed, read)) if len(a.types) == 1 and a.ndim and not a.op.is_input and self.inside.get(a) == i]
-            second = dict(zip(kept, self._from_host(i, kept), strict=True))
-            self._second[i] = {a: self._view(a, second) for a in read} | second
-        return self._second[i]
-
-    def _view(self, a: Node, second: Mapping[Node, Node]) -> Node:
-        base = _viewed(a)
-        return second.get(base, base) if a is base else make(a.op, (self._view(a.args[0], second),), dict(a.attrs))
+def _view(a: Node, second: Mapping[Node, Node]) -> Node:
+    """A view, of what its base became."""
+    base = _viewed(a)
+    return second.get(base, base) if a is base else make(a.op, (_view(a.args[0], second),), dict(a.attrs))
 
 
 def _viewed(a: Node) -> Node:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from weft.core.names import bare
 from weft.core.node import Node, toposort
 from weft.core.role import Role
 from weft.frontend.capture import Captured
-from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers
-from weft.plan.spec import Piece, Spec
+from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers, of_host
+from weft.plan.spec import Piece, Spec, left_to_host
 from weft.plan.split import Cut, Forward, Region, narrow
 
 HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
@@ -39,7 +39,10 @@ def stage_contents_of(spec: Spec) -> StageContents | None:
     """The pieces of a plan; None where it leaves balance and recompute to its words."""
     if spec.cuts:
         return Modules(spec.cuts)
-    return Counted(spec.stages) if spec.stages else None
+    stages = spec.stages
+    if spec.offload:
+        stages = tuple(tuple((name, left_to_host(way) if name in HALVES else way, n) for name, way, n in stage) for stage in stages)
+    return Counted(stages) if stages else None
 
 
 # -- stages counted in layers --------------------------------------------------------------------------------------------------
@@ -97,12 +100,14 @@ class Counted:
 
     def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> Iterator[Region]:
         lost: dict[str, list[str]] = {}
-        at = 0
+        at, hosted = 0, any(of_host(way)[1] for stage in stages for _, way, _ in stage)
         for name, way, n in (piece for stage in stages for piece in stage if piece[0] in HALVES):
             half, width = HALVES[name]
             for k in range(at, at + n * width, width):
                 found = _regions(layers, k // 2, way, half)
                 yield from found
+                if hosted and way == "none":  # while it is at work, what others need comes back
+                    yield from (replace(r, host="none") for r in _regions(layers, k // 2, "full", half))
                 if way != "none" and not found and _may(way, half):
                     lost.setdefault(way, []).append(str(k // 2 + 1))
             at += n * width
