@@ -104,6 +104,25 @@ def test_one_process_needs_no_launcher() -> None:
     torch.testing.assert_close(weft_losses("gpt2", "dp1"), torch_losses("gpt2"), rtol=1e-8, atol=1e-8)
 
 
+def test_a_compiled_model_is_trained_as_it_was_written() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).double()
+    ours, x = copy.deepcopy(plain), torch.randn(6, 4, dtype=torch.float64)
+    theirs = torch.optim.AdamW(plain.parameters())
+    compiled = torch.compile(ours, backend="eager")
+    step = parallelize(compiled, lambda m, b: m(b).square().mean(), torch.optim.AdamW(compiled.parameters()), x, plan="dp1")
+    for _ in range(3):
+        want = plain(x).square().mean()
+        theirs.zero_grad()
+        want.backward()
+        theirs.step()
+        assert abs(float(step(x)) - float(want)) < 1e-12
+    step.sync_model()
+    step.sync_optimizer()
+    for a, b in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 def test_check_eval_and_state_move_between_plans(tmp_path: Path) -> None:
     w = workload("gpt2")
     state = tmp_path / "state.pt"

@@ -174,9 +174,9 @@ class Stand:
         read = {n: t for n, t in {**self.captured.parameters, **self.captured.buffers}.items() if n in program.input_names}
         values = {n: valued(t, self.device, self.random) for n, t in read.items()}
         given = {**self.numbers, **{n: x.detach().clone() for n, x in values.items()}, **named_batch(batch)}
-        with eager.unnoticed(case.moment, self.device), _in_place(case.bare, read, values) as now, intercepted(self), eager.drawn(self.captured):  # type: ignore[arg-type]
+        with eager.unnoticed(case.moment, self.device), _in_place(case.model, read, values) as now, intercepted(self), eager.drawn(self.captured):  # type: ignore[arg-type]
             with torch.autocast(self.device.type, case.how.precision, enabled=case.how.precision is not None):
-                results = case.results(case.bare, batch)
+                results = case.results(case.model, batch)
             want: dict[str, Tensor | None] = {n: x.detach() for n, x in results.items()}
             want |= {n: now(n).detach() for n in program.output_names if n.startswith("buffer.")}
             want |= {name: self.seen[n].detach() for n, name in around.given.items()}
@@ -202,7 +202,7 @@ class Stand:
                     except CaptureError:
                         raise
                     except Exception as e:  # random values need not be such as it is made for
-                        self.told.left.append(f"{block.call.path or type(self.case.bare).__name__} was not compared: {type(e).__name__}: {e}")
+                        self.told.left.append(f"{block.call.path or type(self.case.model).__name__} was not compared: {type(e).__name__}: {e}")
                         self.answers[block.key] = []
 
     # -- comparing ---------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class ForwardCase(Case):
         with eager.drawn(captured):
             results = self.results(model, eager.on(batch, self.device))
             back = self.torchs_gradients(captured, model, results, batch)
-        names, now = eager.names_of(captured, self.bare), (*model.parameters(), *model.buffers())
+        names, now = eager.names_of(captured, self.model), (*model.parameters(), *model.buffers())
         return {**{n: x.detach() for n, x in results.items()}, **back, **{n: t.detach().clone() for n, t in zip(names, now, strict=True)}}
 
     def torchs_gradients(self, captured: Captured, model: nn.Module, results: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor | None]:

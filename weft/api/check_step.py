@@ -63,11 +63,6 @@ class Case:
     word: ClassVar[str] = "step"
     learns: ClassVar[bool] = True
 
-    @property
-    def bare(self) -> nn.Module:
-        found: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        return found
-
     def capture(self, example: Any) -> Captured:
         """The step on another example."""
         how = self.how
@@ -76,7 +71,7 @@ class Case:
 
     def stepped(self, captured: Captured, pair: eager.Pair, batch: Any) -> dict[str, Tensor | None]:
         """What plain torch makes of the batch with the module and optimizer given, by the names of the program."""
-        return eager.stepped(captured, self.bare, pair, self.loss, batch, self.how, self.device)
+        return eager.stepped(captured, self.model, pair, self.loss, batch, self.how, self.device)
 
     # -- its forward and backward pass by themselves ------------------------------------------------------------------------------
 
@@ -148,7 +143,7 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     left = (f"block by block because {check_cost.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
     by = apart[farthest].relative if farthest else 0.0
     verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
-    warnings.warn(f"{type(case.bare).__name__} was compared with torch in parts: {verdict}", stacklevel=2)
+    warnings.warn(f"{type(case.model).__name__} was compared with torch in parts: {verdict}", stacklevel=2)
     return verdict
 
 
@@ -194,8 +189,8 @@ class Sides:
         """The step in plain torch; None where it does not run, and `trouble` says why."""
         case = self.case
         try:
-            with eager.unnoticed(case.moment, self.device), whose(case.bare, case.optimizer, self.device) as pair:
-                eager.load(self.captured, case.bare, pair, self.given)
+            with eager.unnoticed(case.moment, self.device), whose(case.model, case.optimizer, self.device) as pair:
+                eager.load(self.captured, case.model, pair, self.given)
                 return case.stepped(self.captured, pair, self.example)
         except Exception as e:  # whatever the user's own code raises
             self.trouble = f"{type(e).__name__}: {e}"
@@ -248,8 +243,8 @@ class Sides:
 
     def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Deviation]:
         """What the program leaves as it is, torch must too; and torch may have no gradient that it lacks."""
-        names = eager.names_of(self.captured, self.case.bare)
-        tensors = (*self.case.bare.parameters(), *self.case.bare.buffers())
+        names = eager.names_of(self.captured, self.case.model)
+        tensors = (*self.case.model.parameters(), *self.case.model.buffers())
         written = self.captured.program.output_names
         same = {n: scaled(given.get(n, x.detach()).to(self.device), w, self.allowed.tolerance) for n, x in zip(names, tensors, strict=True)
                 if n not in written and (w := want[n]) is not None}  # fmt: skip

@@ -274,8 +274,8 @@ class Store:
         return {n: x for n, x in self._own().items() if n not in self.step.state_names and not x.is_meta}
 
     def _own(self) -> dict[str, Tensor]:
-        bare = getattr(self.step.model, "_orig_mod", self.step.model)
-        return {readable(f"{kind}.{n}"): x for kind, of in (("param", bare.named_parameters()), ("buffer", bare.named_buffers())) for n, x in of}
+        model = self.step.model
+        return {readable(f"{kind}.{n}"): x for kind, of in (("param", model.named_parameters()), ("buffer", model.named_buffers())) for n, x in of}
 
     def _full_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.step.compiled.device)

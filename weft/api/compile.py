@@ -21,6 +21,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.model import uncompiled
 from weft.frontend.capture.places import holds_traced
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
@@ -53,7 +54,7 @@ class Inference:
     """
 
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device, check: bool = True) -> None:
-        self.model, self.device, self.named, self.check = model, device, Spec.parse(plan), check
+        self.model, self.device, self.named, self.check = uncompiled(model), device, Spec.parse(plan), check
         self.judged: Verdict | None = None  # of the last program, on rank 0
         if self.named.pp > 1 or self.named.micro or self.named.recompute:
             raise PlanError("inference runs the full batch at once", needed="a plan without pp, micro and recompute", found=plan)

@@ -118,7 +118,7 @@ def moved(x: Tensor, digit: float = 0.0, name: str = "") -> Tensor:
 def refusal(case: Case, found: str) -> CaptureError:
     """Of a program that is too far from torch."""
     return CaptureError(
-        f"the captured {case.word} of {type(case.bare).__name__} does not compute what torch does",
+        f"the captured {case.word} of {type(case.model).__name__} does not compute what torch does",
         needed="torch's own results, gradients and updates, but for rounding",
         found=found,
         try_="report this model: weft must refuse it or be right; check=False runs it as it was captured",

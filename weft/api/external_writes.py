@@ -22,7 +22,6 @@ _known: weakref.WeakKeyDictionary[nn.Module, ExternalWrites] = weakref.WeakKeyDi
 
 def own_of(model: nn.Module) -> ExternalWrites:
     """One record for all steps of a module; what it holds now is what a step begins with."""
-    model = getattr(model, "_orig_mod", model)
     if model not in _known:
         _known[model] = ExternalWrites(model)
     elif _known[model].written():

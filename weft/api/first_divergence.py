@@ -24,7 +24,7 @@ def first_divergence(sides: Sides) -> str:
     try:
         with (
             eager.unnoticed(case.moment, sides.device),
-            eager.copied(case.bare, None, sides.device) as (model, _),
+            eager.copied(case.model, None, sides.device) as (model, _),
             _outputs(model) as seen,
             torch.no_grad(),
             eager.drawn(sides.captured),

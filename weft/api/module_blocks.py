@@ -150,7 +150,7 @@ class ModuleBlocks:
         return check_cost.fits(program, self.case.device)
 
     def _block(self, call: ModuleCall) -> ModuleBlock | None:
-        module = self.case.bare.get_submodule(call.path)
+        module = self.case.model.get_submodule(call.path)
         own: dict[Node, str] = {}
         tensors: dict[str, Tensor] = {}
         for path, name, t in tensors_of(module):

@@ -32,7 +32,7 @@ from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.micro import batch_dims_of
-from weft.frontend.capture.model import require_torchs
+from weft.frontend.capture.model import require_torchs, uncompiled
 from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
 from weft.passes import Draft
@@ -76,6 +76,7 @@ def parallelize(
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
     """
     require_torchs(model, optimizer)
+    model = uncompiled(model)
     asked = Options.of(options, settings)
     where = device_for(model, device)
     hosts.meet(where)

@@ -16,6 +16,7 @@ from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
 from weft.core.program import Program
 from weft.ops.source import input_held
+from weft.runtime import memory
 from weft.runtime.replay import is_accelerator, mark, pinned
 from weft.transform.updates import is_update, unfold_updates, updated
 
@@ -49,7 +50,8 @@ def seen_by_first(look: Callable[[], Any]) -> Any:
     found, error, told = None, None, [None]
     if _rank() == 0:
         try:
-            found = look()
+            with memory.given_back():
+                found = look()
         except Exception as e:
             error, told = e, [(type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))]  # type: ignore[list-item]
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -39,7 +39,7 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.model import called, capture_step, require_torchs
+from weft.frontend.capture.model import called, capture_step, require_torchs, uncompiled
 from weft.frontend.capture.places import Change, holds_traced
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts
@@ -66,6 +66,7 @@ def shard(
     `.to_local()` is this rank's part.
     """
     require_torchs(model, None)
+    model = uncompiled(model)
     where = device_for(model, device)
     hosts.meet(where)
     plan = spec_of(plan) if isinstance(plan, DeviceMesh) else plan

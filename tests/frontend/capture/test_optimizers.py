@@ -214,6 +214,22 @@ def test_a_method_put_into_an_optimizer_is_refused():
         parallelize(model, loss, patched, batches()[0])
 
 
+class Around(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_an_optimizer_around_another_is_refused():
+    model = net()
+    with pytest.raises(CaptureError, match="Around has another optimizer's step in its own") as error:
+        parallelize(model, loss, Around(model.parameters()), batches()[0])
+    assert "optimizer.base for weft" in str(error.value)
+
+
 @pytest.mark.parametrize("plan", ["dp1", "micro2"])
 def test_hooks_before_the_step(plan):
     model = net()

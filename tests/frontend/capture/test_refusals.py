@@ -82,6 +82,13 @@ def test_a_loss_of_no_parameter():
         capture(Net(lambda x: x.detach()), (X,), total, gradients=True)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout):
+    with pytest.raises(CaptureError, match="weft has no nested tensors") as error:
+        capture(Net(lambda x: torch.nested.nested_tensor([x[0, :2], x[1]], layout=layout).to_padded_tensor(0.0)), (X,))
+    assert "test_refusals.py, line" in str(error.value) and "padded tensors and a mask" in str(error.value)
+
+
 def test_a_dtype_weft_does_not_have():
     with pytest.raises(CaptureError, match=r"weft has no dtype torch.complex64"):
         capture(Net(lambda x: x), (X.to(torch.complex64),))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from weft.core.errors import CaptureError, WeftError
 
 _TORCH = str(Path(torch.__file__).parent)
+_NESTED = str(Path(torch.__file__).parent / "nested")
 _HERE = str(Path(__file__).parent)
 _UNREADABLE = ("data is not allocated yet", ".numpy() is not supported for tensor subclasses")
 
@@ -76,8 +77,16 @@ def explained():
             try_="a mask and torch.where instead of selecting elements; one_hot and sum instead of counting",
             **_shown(error),
         ) from error
-    except RuntimeError as error:
-        if not any(words in str(error) for words in _UNREADABLE):
+    except Exception as error:
+        if any(f.filename.startswith(_NESTED) for f in traceback.extract_tb(error.__traceback__)):
+            raise CaptureError(
+                "weft has no nested tensors",
+                needed="tensors whose dims have one size each",
+                found=f"{type(error).__name__}: {error}".splitlines()[0],
+                try_="padded tensors and a mask, or packed documents with their offsets",
+                **_shown(error),
+            ) from error
+        if not (isinstance(error, RuntimeError) and any(words in str(error) for words in _UNREADABLE)):
             raise
         raise CaptureError(
             "the model reads numbers from a tensor while it is traced",

@@ -59,7 +59,7 @@ def capture(
     require_torchs(model, optimizer)
     _require(isinstance(accumulate, int) and accumulate >= 1, "accumulate", "an integer, 1 or more", accumulate)
     _require(precision is None or isinstance(precision, torch.dtype), "precision", "a dtype such as torch.bfloat16", precision)
-    model = _bare(model)
+    model = uncompiled(model)
     learns = loss is not None and (gradients or optimizer is not None)
     if accumulate > 1 and learns and not allow_micro_mean:
         more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given, "reads": reads}
@@ -157,7 +157,7 @@ def _traced(
             numbers = numbers or isinstance(error, NumberNeeded)
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """The module itself, where torch.compile wraps it; one that already runs on several ranks is refused."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):

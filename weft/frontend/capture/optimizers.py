@@ -100,6 +100,14 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
             needed="methods in the class: class Mine(torch.optim.Optimizer): def step(self): ...",
             found=f"optimizer.{own[0]} = {getattr(vars(optimizer)[own[0]], '__qualname__', '...')}",
         )
+    inner = [k for k, x in vars(optimizer).items() if isinstance(x, torch.optim.Optimizer)]
+    if inner:
+        raise CaptureError(
+            f"{name} has another optimizer's step in its own",
+            needed="an optimizer that makes its update itself, of gradients, settings and state of its own",
+            found=f"optimizer.{inner[0]}, a {type(vars(optimizer)[inner[0]]).__name__}",
+            try_=f"optimizer.{inner[0]} for weft, and what {name} adds to it in the training loop, after step(batch)",
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CaptureError(
             f"{name} shall be differentiated through", needed="differentiable=False", found="differentiable=True", try_="leave it out"
