@@ -17,6 +17,7 @@ from tests.testing.plant import Facet, plant
 from weft.api import check_cost
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How
+from weft.api.module_blocks import ModuleBlocks
 from weft.api.parallelize import parallelize
 from weft.core.errors import CaptureError
 from weft.core.node import make, op_named, remade
@@ -103,6 +104,17 @@ def test_parameters_without_values_are_given_some_block_by_block(dtype: torch.dt
     with pytest.warns(UserWarning, match="GPT was compared with torch in parts: .* tensors equal torch's on .* because its parameters have no values yet"):
         step = parallelize(model, w.loss, torch.optim.AdamW(model.parameters()), w.example(8))
     assert step.judged is not None and step.judged.compared > 20 and all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+def test_no_rank_holds_more_than_its_share_of_a_model_without_values() -> None:
+    """The largest block that fits the machine would be all of the model but its ends."""
+    w = zoo.small("gpt2", layers=6)
+    model = w.model.to("meta")
+    captured = capture(model, w.example(8), w.loss, optimizer := torch.optim.SGD(model.parameters()))
+    cut = ModuleBlocks(captured, Case(model, w.loss, optimizer, How(), CPU))
+    assert len(cut.blocks) > 6
+    for block in cut.blocks:
+        assert not block.call.inside or not check_cost.exceeds_share(cut.programs[block.key], captured)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "vit-l16"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.node import Node
@@ -42,6 +43,14 @@ def parts(captured: Captured, samples: int, device: torch.device, whole: int = 1
 
 def fits(program: Program, device: torch.device, count: int = 1) -> bool:
     return seconds(program, device) / count <= SECONDS and memory(program, count) <= SHARE * free(device)
+
+
+def exceeds_share(program: Program, captured: Captured) -> bool:
+    """Whether it holds more than a rank's share of a model without values, which no rank may hold in full."""
+    if all(map(has_values, captured.parameters.values())):
+        return False
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return memory(program, 1) > sum(nbytes(n.type) for n in captured.program.inputs if n.role is not Role.BATCH) / ranks
 
 
 def reason(captured: Captured, device: torch.device) -> str:

@@ -134,7 +134,7 @@ class ModuleBlocks:
         return True
 
     def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[ModuleBlock]:
-        """The largest calls that can be run by themselves and afforded."""
+        """The largest calls that can be run by themselves and afforded; of a model without values none that is made of others and exceeds a share."""
         for call in calls:
             block = self._block(call) if call.whole else None
             if block is not None and self._affordable(block):
@@ -147,7 +147,7 @@ class ModuleBlocks:
             program = self.programs.setdefault(block.key, block.program(self.differentiable))
         except NotDifferentiable:
             return False
-        return check_cost.fits(program, self.case.device)
+        return check_cost.fits(program, self.case.device) and not (block.call.inside and check_cost.exceeds_share(program, self.captured))
 
     def _block(self, call: ModuleCall) -> ModuleBlock | None:
         module = self.case.model.get_submodule(call.path)
