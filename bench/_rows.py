@@ -107,11 +107,12 @@ def _iteration(cells: Cells, case: str) -> Row:
     shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
     setting = Setting(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
     profile = _iterated_on(b, gpus)
-    if gpus > profile.node_size or setting.tp > 1:
+    if gpus > profile.node_size:
         shape = dataclasses.replace(shape, vocab=_padded(WORDS, setting.tp))
         b.assumed["vocab"] = f"{WORDS} padded to a multiple of 128 x tp: {shape.vocab}"
     else:
-        b.assumed["vocab"] = f"{WORDS}, not padded: rows of one node with tp 1 are slow by what unaligned logits cost"
+        shape = dataclasses.replace(shape, vocab=WORDS // setting.tp * setting.tp)
+        b.assumed["vocab"] = f"{WORDS}, not padded, {WORDS // setting.tp} on each rank: as the publisher's own model shards it"
     setting, b.assumed["recompute"] = _with_recompute(shape, setting, profile)
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"

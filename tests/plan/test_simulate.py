@@ -78,6 +78,28 @@ def test_what_everyone_knows_of_training() -> None:
     assert all(0 < step.mfu < 1 for step in (one, two, inside, across, again))
 
 
+def test_a_host_that_waits_hides_nothing_of_itself() -> None:
+    """Where the host sets the pace, collectives come on top for one that waits for them, and are hidden for one that does not."""
+    setting = Setting(global_batch=4, tp=2, dp=4, kernels="classic", dtype="fp16", overlap_grads=False, overlap_params=False)
+    place, small = cluster("8xA100-server"), replace(GPT, hidden=1024, seq=256)
+    (group,) = place.groups
+    constants = {k: c for k, c in group.profile.device.constants.items() if k != "host.waits"}
+    device = replace(group.profile.device, constants=constants)
+    ahead = replace(place, groups=(replace(group, profile=replace(group.profile, device=device)),))
+    waits, runs = (simulate(workload(small, setting), setting, where) for where in (place, ahead))
+    sent = sum(op.kind == "all_reduce" for op in workload(small, setting).layer.forward + workload(small, setting).layer.back if isinstance(op, Collective))
+    assert sent == 4
+    each = Costs(place, place.device, setting.place).seconds(Collective("all_reduce", 256 * 1024 * 2.0, "tp"))
+    assert waits.seconds - runs.seconds > 0.8 * sent * small.layers * each
+
+
+def test_classic_kernels_sum_gradients_before_a_norm() -> None:
+    """So its weights, which all ranks of tp hold, need no sum of their own."""
+    work = workload(GPT, Setting(global_batch=2, tp=4, kernels="classic", dtype="fp16"))
+    few = [op for block in (work.first, work.layer, work.last) for op in block.back if isinstance(op, Collective) and op.bytes <= 4 * GPT.hidden]
+    assert not few
+
+
 def test_experts_are_spread_over_copies() -> None:
     with pytest.raises(PlanError, match="ep a divisor of dp = 4"):
         Setting(global_batch=8, dp=4, ep=3).check()

@@ -76,6 +76,7 @@ class Walk:
         self.wait("host", self.host)
         if isinstance(op, Collective):
             self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
+            self.meet_host()
             return
         seconds = self.costs.seconds(op)
         self.note(name, "compute", seconds, "compute", self.now)
@@ -106,6 +107,11 @@ class Walk:
             if cause in self.hidden:
                 self.hidden[cause] = max(0.0, self.hidden[cause] - (until - self.now))
             self.now = until
+
+    def meet_host(self) -> None:
+        """A host that waits for collectives and for the end of each layer issues no more until then."""
+        if self.costs.device.get("host.waits", 0.0):
+            self.host = max(self.host, self.now)
 
     def join(self) -> None:
         """From here on, what was overlapped is needed."""

@@ -127,6 +127,7 @@ class LayerWalk(Walk):
             self.op(op)
         if self.how.direction == "forward" and following is not None and following.kept:  # of the last layer nothing is sent: it is needed at once
             self.send(block.hosted(self.how.recompute))
+        self.meet_host()
         if self.how.reduce:
             self.carry_all(reductions(block, self.how))
 

@@ -95,6 +95,8 @@ class PlacedShort:
                 op = replace(op, reads=self._reads(nodes))
                 yield op if nodes[0] in self.ahead else replace(op, name=f"{op.name} {'weight' if late else 'input'} gradient", weight=late)
             elif isinstance(op, Collective):
+                if late and self.setting.kernels == CLASSIC:
+                    continue  # such systems sum what enters a norm before it, so that gradients of its weights are complete
                 yield replace(op, hidden=op.axis == "cp" and op.kind == "all_gather")
             else:
                 yield op
