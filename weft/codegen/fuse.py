@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from weft.codegen import expr
 from weft.codegen.expr import Slot, Value
+from weft.codegen.formula import formula
 from weft.codegen.rows import NotFusable, Rows
 from weft.core.layout import Layout, Replicated, S
 from weft.core.node import DTYPE_NAMES, Node
@@ -289,7 +289,7 @@ class _Component:
         if n.op.name == "dropout":
             return self._dropout(n)
         if n.op.kind is Kind.POINTWISE:
-            return _pointwise(n, self.value)
+            return formula(n, self.value)
         if n.op.name == "reshape" and is_scalar(n):
             return self.value(n.args[0])
         raise NotFusable(
@@ -417,58 +417,6 @@ def _skip_widening(x: Node, members: set[Node]) -> Node:
     while x in members and x.op.is_cast and x.dtype.is_floating_point and x.dtype.itemsize >= x.args[0].dtype.itemsize:
         x = x.args[0]
     return x
-
-
-def _pointwise(n: Node, value: Callable[[Node], Value]) -> Value:
-    args = [value(a) for a in n.args]
-    name = n.op.name
-    if name in COMPOUND:
-        return COMPOUND[name](n, *args)
-    if name == "cast":
-        return _cast(n, args[0])
-    if name == "div" and args[1].level < args[0].level:
-        return args[0] * (1.0 / args[1])  # one division for the row, none per element
-    if n.op.code is not None or (name in expr.ARITY and name != "reciprocal"):
-        return expr.apply(name, *args)
-    known = expr.arities().keys() - {"reciprocal"}
-    raise NotFusable(f"{name} has no per-element formula", needed=f"one of {', '.join(sorted(known | set(COMPOUND)))}", found=name)
-
-
-def _cast(n: Node, x: Value) -> Value:
-    dtype = DTYPE_NAMES[n.dtype]
-    if dtype == "bool":
-        return expr.apply("ne", x, 0.0)
-    if dtype not in expr.BYTES:
-        raise NotFusable("a cast to integers", needed=f"{', '.join(expr.BYTES)} or bool", found=dtype)
-    return expr.cast(x, dtype)
-
-
-def _clamp(n: Node, x: Value) -> Value:
-    for bound, fn in ((n.attr("lo"), "maximum"), (n.attr("hi"), "minimum")):
-        x = x if bound is None else expr.apply(fn, x, bound)
-    return x
-
-
-def _gelu(n: Node, x: Value) -> Value:
-    if n.attr("tanh"):
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-        return 0.5 * x * (1.0 + expr.apply("tanh", inner))
-    return 0.5 * x * (1.0 + expr.apply("erf", x * math.sqrt(0.5)))
-
-
-COMPOUND: dict[str, Callable[..., Value]] = {
-    "relu": lambda n, x: expr.apply("maximum", x, 0.0),
-    "relu_backward": lambda n, ct, y: expr.apply("where", expr.apply("le", y, 0.0), 0.0, ct),
-    "keep_where": lambda n, x, here: expr.apply("where", here, x, 0.0),
-    "square": lambda n, x: x * x,
-    "silu": lambda n, x: x * expr.apply("sigmoid", x),
-    "gelu": _gelu,
-    "clamp": _clamp,
-    "isfinite": lambda n, x: expr.apply("eq", x - x, 0.0),
-    "logical_and": lambda n, a, b: expr.apply("where", a, b, 0.0),
-    "logical_or": lambda n, a, b: expr.apply("where", a, 1.0, b),
-    "logical_not": lambda n, a: expr.apply("where", a, 0.0, 1.0),
-}
 
 
 # what generated code calls things of its own: a slot of such a name gets another

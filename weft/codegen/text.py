@@ -57,8 +57,11 @@ def settings(attrs: Iterable[tuple[str, Any]]) -> list[str]:
 class Writer:
     """Turns values into text: a value with a name is that name, others are written out in place."""
 
-    def __init__(self, table: dict[str, str], number: Callable[[float], str], cast: Callable[[str, str], str]) -> None:
+    def __init__(
+        self, table: dict[str, str], number: Callable[[float], str], cast: Callable[[str, str], str], entry: int | None = None
+    ) -> None:
         self.table, self.number, self.cast = table, number, cast
+        self.entry = TARGETS.index(table) if entry is None else entry  # which of the forms that an op's entry says
         self.names: dict[Value, str] = {}
 
     def name(self, value: Value, name: str) -> str:
@@ -68,7 +71,7 @@ class Writer:
     def form(self, fn: str) -> str | None:
         """How an op is written: by this target's table, or as its entry says."""
         own = OPS[fn].code if fn in OPS else None
-        return self.table.get(fn) or (own[TARGETS.index(self.table)] if own is not None else None)
+        return self.table.get(fn) or (own[self.entry] if own is not None else None)
 
     def text(self, value: Value) -> str:
         if value in self.names:

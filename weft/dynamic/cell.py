@@ -10,21 +10,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx
-
+from weft.core.node import Node
 from weft.dynamic.kernel import Kernel, access, finish, fusible, group, lane_shape
-from weft.dynamic.lower import Traced, aten
-from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_sized, is_view
+from weft.dynamic.lower import Graph, graph_of, is_sized, reads
+from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_view
 from weft.dynamic.store import Home, Key, Pointer, Row, Stores, Via, home_of
+from weft.dynamic.trace import VertexProgram
+from weft.ops.fill import stop_gradient
 
-Step = Kernel | fx.Node
+Step = Kernel | Node
 
 
 @dataclass
 class Copy:
     """A result that is a view, an input or another result as well: copied to its buffer when its phase ends."""
 
-    node: fx.Node
+    node: Node
     home: Home
 
 
@@ -32,20 +33,20 @@ class Copy:
 class Cell:
     """A class ready to run."""
 
-    traced: Traced
+    graph: Graph
     phased: Phased
     stores: Stores
     steps: dict[str, list[Step]] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     @cached_property
-    def sized(self) -> set[fx.Node]:
+    def sized(self) -> set[Node]:
         """Ops with an argument that names the number of rows or edges."""
-        return {n for n in self.traced.graph.nodes if is_sized(n)}
+        return {n for n in self.graph.nodes if is_sized(n)}
 
     @cached_property
-    def named(self) -> dict[str, fx.Node]:
-        return {n.name: n for n in self.traced.graph.nodes}
+    def named(self) -> dict[str, Node]:
+        return {name: n for n, name in self.graph.names.items()}
 
     def home_at(self, pointer: Pointer) -> Home:
         """The buffer a kernel's pointer stands for."""
@@ -74,13 +75,12 @@ def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
     return tuple(out)
 
 
-def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fuse: bool) -> Cell:
+def compile_cell(graph: Graph, sent: set[Key], outputs: Mapping[str, Home], fuse: bool) -> Cell:
     """Split a (differentiated) function into steps. `sent` are the messages of all classes together."""
-    _collect_where_needed(traced)
-    phased = assign(traced)
+    phased = assign(graph)
     if fuse:
         _sink(phased)
-    cell = Cell(traced, phased, Stores())
+    cell = Cell(graph, phased, Stores(graph.names))
     _sources(cell, sent)
     for phase in (*FORWARD, *BACKWARD):
         cell.steps[phase] = _steps(phased, phase, fuse)
@@ -91,35 +91,33 @@ def compile_cell(traced: Traced, sent: set[Key], outputs: Mapping[str, Home], fu
 
 def _sink(phased: Phased) -> None:
     """Cheap ops that only gradients need run where they are read, rather than being stored until then."""
-    order, results = (*FORWARD, *BACKWARD), {base(n) for n in phased.traced.results()}
-    for node in reversed(phased.traced.graph.nodes):
+    order, results = (*FORWARD, *BACKWARD), {base(n) for n in phased.graph.results()}
+    for node in reversed(phased.graph.nodes):
         if phased.phase.get(node) in ("eager", "rounds", "late", "before") and fusible(node):
-            readers = {phased.phase[r] for r in _readers(node)}
+            readers = {phased.phase[r] for r in _readers(phased.graph, node)}
             if readers and node not in results and min(map(order.index, readers)) >= order.index("before"):
                 phased.phase[node] = min(readers, key=order.index)
 
 
-def _collect_where_needed(traced: Traced) -> None:
-    """A gradient of a state that a kernel cannot sum up as it goes is summed into a buffer first, by a clone."""
-    for source, node in list(traced.sources.items()):
-        if source.role == "d_state" and node.users and not all(_reads_whole(u, node) for u in node.users):
-            last = [n for n in traced.graph.nodes if n.op == "placeholder"][-1]
-            with traced.graph.inserting_after(last):
-                clone = traced.graph.call_function(aten.clone.default, (node,))
-            clone.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(clone, delete_user_cb=lambda u, c=clone: u is not c)
-            for kind in (traced.grads, traced.messages):
-                kind.update({key: clone for key, value in kind.items() if value is node})
+def collected(f: VertexProgram) -> VertexProgram:
+    """A gradient of a state that a kernel cannot sum up as it goes is summed into a buffer first."""
+    graph = graph_of(f)
+    swap = {
+        node: stop_gradient(node)
+        for source, node in graph.sources.items()
+        if source.role == "d_state" and graph.users[node] and not all(_reads_whole(u, node) for u in graph.users[node])
+    }
+    return f.with_nodes(swap, "collected") if swap else f
 
 
-def _reads_whole(user: fx.Node, node: fx.Node) -> bool:
-    return user.op == "call_function" and fusible(user) and lane_shape(user) == lane_shape(node) and domain(user) == "row"
+def _reads_whole(user: Node, node: Node) -> bool:
+    return fusible(user) and lane_shape(user) == lane_shape(node) and domain(user) == "row"
 
 
 def _sources(cell: Cell, sent: set[Key]) -> None:
     """Where values that are not computed here come from."""
     stores = cell.stores
-    for source, node in cell.traced.sources.items():
+    for source, node in cell.graph.sources.items():
         if source.role in ("slot", "edge"):
             row = Row("v", f"slot{source.slot}") if source.role == "slot" else Row("e", "edge_child")
             stores.children[node] = replace(home_of(node, "state", (source.name,)), domain="row"), row
@@ -132,7 +130,7 @@ def _sources(cell: Cell, sent: set[Key]) -> None:
 def _steps(phased: Phased, phase: str, fuse: bool) -> list[Step]:
     """Kernels and single ops of a phase in order; a kernel that cannot be read in place falls apart into single ops."""
     nodes = phased.nodes(phase)
-    refused: set[fx.Node] = set()
+    refused: set[Node] = set()
     while True:
         inside = {n for n in nodes if fuse and n not in refused and fusible(n)}
         steps = list(group(nodes, inside))
@@ -143,24 +141,23 @@ def _steps(phased: Phased, phase: str, fuse: bool) -> list[Step]:
             refused |= {n for n in kernel.nodes if _unreadable(n)} or set(kernel.nodes)
 
 
-def _unreadable(node: fx.Node) -> bool:
-    return any(access(a, lane_shape(node)) is None for a in node.all_input_nodes if domain(a) or is_view(a))
+def _unreadable(node: Node) -> bool:
+    return any(access(a, lane_shape(node)) is None for a in reads(node) if domain(a) or is_view(a))
 
 
-def _read_outside(phased: Phased, kernel: Kernel) -> set[fx.Node]:
+def _read_outside(phased: Phased, kernel: Kernel) -> set[Node]:
     """Values of the kernel that something else reads, looking through views."""
-    own, traced = set(kernel.nodes), phased.traced
-    results = {base(n) for n in traced.results()}
-    out = own & results
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and not is_view(node) and node not in own:
-            out |= own & {base(a) for a in node.all_input_nodes}
-        elif node in own:
-            out |= {base(a) for a in node.all_input_nodes if a is not base(a)} & own
+    own, graph = set(kernel.nodes), phased.graph
+    out = own & {base(n) for n in graph.results()}
+    for node in graph.nodes:
+        if node in own:
+            out |= {base(a) for a in reads(node) if a is not base(a)} & own
+        elif not is_view(node):
+            out |= own & {base(a) for a in reads(node)}
     return out
 
 
-def output_homes(functions: Iterable[Traced]) -> dict[str, Home]:
+def output_homes(functions: Iterable[Graph]) -> dict[str, Home]:
     """Where outputs lie, over all classes: with a state if they are the same value everywhere, else in a buffer of their own."""
     out: dict[str, Home] = {}
     made = list(functions)
@@ -174,11 +171,11 @@ def output_homes(functions: Iterable[Traced]) -> dict[str, Home]:
 
 def _results(cell: Cell, outputs: Mapping[str, Home]) -> None:
     """States, messages and gradients of inputs get their buffers; a value with two of them is copied to the second."""
-    traced, homes = cell.traced, cell.stores.homes
-    wanted = [(node, "state", (name,)) for name, node in traced.states.items()]
-    wanted += [(node, "message", key) for key, node in traced.messages.items()]
-    wanted += [(node, "full", (f"d_{s.name}",)) for s, node in traced.grads.items() if s.role == "pull"]
-    wanted += [(node, outputs[name].kind, outputs[name].key) for name, node in traced.outputs.items()]
+    graph, homes = cell.graph, cell.stores.homes
+    wanted = [(node, "state", (name,)) for name, node in graph.states.items()]
+    wanted += [(node, "message", key) for key, node in graph.messages.items()]
+    wanted += [(node, "full", (f"d_{s.name}",)) for s, node in graph.grads.items() if s.role == "pull"]
+    wanted += [(node, outputs[name].kind, outputs[name].key) for name, node in graph.outputs.items()]
     for node, kind, key in wanted:
         home = home_of(node, kind, key)
         if homes.get(node) == home:
@@ -189,7 +186,7 @@ def _results(cell: Cell, outputs: Mapping[str, Home]) -> None:
             cell.copies.setdefault(_ends(cell, node, kind), []).append(Copy(node, home))
 
 
-def _ends(cell: Cell, node: fx.Node, kind: str) -> str:
+def _ends(cell: Cell, node: Node, kind: str) -> str:
     """The phase at whose end a result is there."""
     known = cell.phased.phase.get(base(node))
     if known and known != "weights":
@@ -203,28 +200,28 @@ def _ends(cell: Cell, node: fx.Node, kind: str) -> str:
 def _homes(cell: Cell) -> None:
     """Buffers for what a kernel or another phase reads."""
     phase, homes = cell.phased.phase, cell.stores.homes
-    place: dict[fx.Node, Kernel | None] = {}
+    place: dict[Node, Kernel | None] = {}
     for steps in cell.steps.values():
         for step in steps:
             for node in step.nodes if isinstance(step, Kernel) else [step]:
                 place[node] = step if isinstance(step, Kernel) else None
     for node, kernel in place.items():
-        if node in homes or not domain(node) or not isinstance(node.meta["val"], Tensor):
+        if node in homes or not domain(node) or len(node.types) > 1:
             continue
-        readers = _readers(node)
+        readers = _readers(cell.graph, node)
         across = any(phase[r] != phase[node] for r in readers)
         stored = kernel is not None and node in kernel.stored
         if across or stored or any(place[r] is not None and place[r] is not kernel for r in readers):
-            homes[node] = home_of(node, "full" if across else "scratch", (node.name,))
+            homes[node] = home_of(node, "full" if across else "scratch", (cell.graph.names[node],))
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
+def _readers(graph: Graph, node: Node) -> list[Node]:
     """Computed ops that read a value, looking through views."""
-    out, todo = [], list(node.users)
+    out, todo = [], list(graph.users[node])
     while todo:
         user = todo.pop()
         if is_view(user):
-            todo += user.users
-        elif user.op == "call_function":
+            todo += graph.users[user]
+        else:
             out.append(user)
     return out

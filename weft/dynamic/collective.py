@@ -15,8 +15,9 @@ from torch import Tensor
 
 from weft.core.errors import StructureError
 from weft.core.layout import Layout
-from weft.core.node import Node
+from weft.core.node import Node, Type
 from weft.dynamic.sizes import EDGES, ROWS
+from weft.ops.registry import Kind, define
 
 Groups = Mapping[str, Any]  # axis -> process group of this rank along it; the default group where none is named
 
@@ -61,7 +62,7 @@ _KNOWN: list[Exchange] = []
 
 
 def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
-    """The number under which a collective is known to the op."""
+    """The number under which a collective is known to `exchange`."""
     axis = node.attr("axis")
     made = Exchange(node.op.name, node.args[0].layout, node.layout, axis, tuple(at.items()), groups.get(axis))
     if node.op.name not in ("slice", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
@@ -84,14 +85,7 @@ def _cut_dim(layout: Layout, axis: str) -> int:
     return found[0]
 
 
-_LIB = torch.library.Library("weft", "FRAGMENT")
-_LIB.define("exchange(Tensor x, int key) -> Tensor")
-_LIB.impl("exchange", lambda x, key: _KNOWN[key].run(x), "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("weft::exchange", lib=_LIB)
-def _(x: Tensor, key: int) -> Tensor:
-    return x.new_empty(_KNOWN[key].want.local_shape(dict(_KNOWN[key].at)))
-
-
-exchange = torch.ops.weft.exchange.default
+exchange = define(
+    "exchange", kind=Kind.WHOLE, infer=lambda types, attrs: Type(types[0].dtype, Layout.of(types[0].mesh, attrs["shape"])),
+    run=lambda x, key, shape: _KNOWN[key].run(x), doc="a collective seen from one rank, by the number it is known under",
+)  # fmt: skip

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import fx
 
-from weft.dynamic.emit import Emitter, column, is_bool
-from weft.dynamic.kernel import SEGMENT, Kernel, cat_parts, statement
+from weft.codegen.text import TRITON, Writer, python
+from weft.core.node import Node
+from weft.dynamic.emit import Emitter, column, is_bool, sums_up
+from weft.dynamic.kernel import Kernel, anything, concat_parts, statement
+from weft.dynamic.lower import is_segment
 from weft.dynamic.store import Pointer, Stores
 from weft.runtime import modules
 
 TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
 LARGEST = 512  # columns of a program
+EXACT = {**TRITON, "tanh": "w_tanh({0})"}  # near 0 too
 HEADER = """\
 import triton
 import triton.language as tl
@@ -30,21 +33,6 @@ def w_tanh(x):
     if x.dtype == tl.float64:
         return big
     return tl.where(tl.abs(x) < 0.625, p * z * x + x, big)
-
-
-@triton.jit
-def w_sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def w_max(a, b):
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def w_min(a, b):
-    return tl.where((a < b) | (a != a), a, b)
 """
 
 
@@ -71,16 +59,8 @@ def build(kernels: list[tuple[Kernel, Stores]]) -> dict[int, Code]:
 
 
 class TritonEmitter(Emitter):
-    shape = "BLOCK"  # of a value
-    calls: ClassVar[dict[str, str]] = {
-        "max": "w_max({}, {})", "min": "w_min({}, {})", "exp": "tl.exp({})", "tanh": "w_tanh({})", "sigmoid": "w_sigmoid({})",
-        "abs": "tl.abs({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "sin": "tl.sin({})", "cos": "tl.cos({})",
-        "erf": "tl.erf({})", "pow": "tl.exp({1} * tl.log({0}))", "where": "tl.where({}, {}, {})", "not": "({} == 0)",
-        "and": "({} & {})", "or": "({} | {})",
-    }  # fmt: skip
-
-    def number(self, x: float) -> str:
-        return repr(x) if abs(x) != float("inf") else f'float("{"-" if x < 0 else ""}inf")'
+    def writer(self) -> Writer:
+        return Writer(EXACT, python, lambda text, _: f"({text}).to({TYPES[self.dtype]})", entry=2)
 
     def text(self) -> str:
         """The full function."""
@@ -99,25 +79,25 @@ class TritonEmitter(Emitter):
         ])  # fmt: skip
 
     def _body(self) -> Iterator[str]:
-        self.made: dict[fx.Node, str] = {}
+        self.made: dict[Node, str] = {}
         for node in self.gradients():
             yield from self._collect(node)
         for level in self.levels():
             for node in self.vertices(level):
                 yield from self._statement(node, node in self.kernel.stored)
             for node in self.kernel.stored:
-                if node.target in SEGMENT and self.level[node] == level:
-                    yield self._store(node, node.name)
+                if is_segment(node) and self.level[node] == level:
+                    yield self._store(node, self.name_of(node))
             yield from self._edges(level)
 
-    def _collect(self, node: fx.Node) -> Iterator[str]:
-        yield f"{node.name} = tl.zeros([BLOCK], {TYPES[self.dtype]})"
+    def _collect(self, node: Node) -> Iterator[str]:
+        yield f"{self.name_of(node)} = tl.zeros([BLOCK], {TYPES[self.dtype]})"
         for via in self.stores.gradients[node]:
             first, index = self.index(via.first), self.index(via.index)
             rows = self.at(Pointer("message", via.key, dtype=self.dtype))
             yield f"for k in range(tl.load({first} + v), tl.load({first} + v + 1)):"
-            yield f"    {node.name} += tl.load({rows} + tl.load({index} + k) * {self.kernel.lanes} + j, mask=m, other=0.0)"
-        self.made[node] = node.name
+            yield f"    {self.name_of(node)} += tl.load({rows} + tl.load({index} + k) * {self.kernel.lanes} + j, mask=m, other=0.0)"
+        self.made[node] = self.name_of(node)
 
     def _edges(self, level: int) -> Iterator[str]:
         sums, ends = self.sums(level), self.edge_ends(level)
@@ -125,42 +105,42 @@ class TritonEmitter(Emitter):
             return
         first = self.index("edge_first")
         for node in sums:
-            start = "0.0" if SEGMENT[node.target] == "sum" else 'float("-inf")'
-            yield f"{node.name} = tl.full([BLOCK], {start}, {TYPES[self.dtype]})"
+            start = "0.0" if sums_up(node) else 'float("-inf")'
+            yield f"{self.name_of(node)} = tl.full([BLOCK], {start}, {TYPES[self.dtype]})"
         yield f"for e in range(tl.load({first} + v), tl.load({first} + v + 1)):"
         outside, lines = dict(self.made), list[str]()
         for node in self.needed([*ends, *[n.args[0] for n in sums]]):
             lines += self._statement(node, node in ends)
         for node in sums:
             value = self._value(node.args[0], lines)
-            total = f"{node.name} + {value}" if SEGMENT[node.target] == "sum" else f"w_max({node.name}, {value})"
-            lines.append(f"{node.name} = {total}")
+            total = f"{self.name_of(node)} + {value}" if sums_up(node) else EXACT["maximum"].format(self.name_of(node), value)
+            lines.append(f"{self.name_of(node)} = {total}")
         self.made = outside
         yield from (f"    {line}" for line in lines)
         for node in sums:
-            self.made[node] = node.name
-            if SEGMENT[node.target] == "max":
-                yield f"{node.name} = tl.where(tl.load({first} + v) == tl.load({first} + v + 1), 0.0, {node.name})"
+            self.made[node] = self.name_of(node)
+            if not sums_up(node):
+                yield f"{self.name_of(node)} = tl.where(tl.load({first} + v) == tl.load({first} + v + 1), 0.0, {self.name_of(node)})"
 
-    def _statement(self, node: fx.Node, stored: bool) -> list[str]:
+    def _statement(self, node: Node, stored: bool) -> list[str]:
         lines: list[str] = []
-        if parts := cat_parts(node):
+        if parts := concat_parts(node):
             for i, part in enumerate(parts if stored else ()):
                 value = self._value(part, lines)
                 lines.append(self._store(node, value, i * self.kernel.lanes))
             return lines
-        text = self.write(statement(node), lambda n: self._value(n, lines))
-        if isinstance(statement(node), (int, float)):
-            text = f"tl.full([{self.shape}], {text}, {TYPES[self.dtype]})"
-        lines.append(f"{node.name} = {text}")
-        self.made[node] = node.name
-        return [*lines, self._store(node, node.name)] if stored else lines
+        text = self.write(node, lambda n: self._value(n, lines), self.writer())
+        if (value := statement(node, anything)) is not None and value.fn == "const":
+            text = f"tl.full([BLOCK], {text}, {TYPES[self.dtype]})"
+        lines.append(f"{self.name_of(node)} = {text}")
+        self.made[node] = self.name_of(node)
+        return [*lines, self._store(node, self.name_of(node))] if stored else lines
 
-    def _value(self, node: fx.Node, lines: list[str]) -> str:
+    def _value(self, node: Node, lines: list[str]) -> str:
         if node not in self.made:
             access = self.kernel.loads[node]
             if access.source in self.stores.gradients:
-                return access.source.name
+                return self.name_of(access.source)
             at, _, row, columns = self.place(access.source)
             where = column(access, "j", "//")
             if access.has_rows:
@@ -168,10 +148,10 @@ class TritonEmitter(Emitter):
                 where = f"{index} * {columns} + {where}"
             guard = ", mask=m, other=0" if any(stride for _, _, stride in access.dims) else ""
             load = f"tl.load({at} + {where}{guard})"
-            lines.append(f"{node.name} = {load}{' != 0' if is_bool(node) else ''}")
-            self.made[node] = node.name
+            lines.append(f"{self.name_of(node)} = {load}{' != 0' if is_bool(node) else ''}")
+            self.made[node] = self.name_of(node)
         return self.made[node]
 
-    def _store(self, node: fx.Node, value: str, at_column: int = 0) -> str:
+    def _store(self, node: Node, value: str, at_column: int = 0) -> str:
         at, _, row, columns = self.place(node)
         return f"tl.store({at} + ({row.of}) * {columns} + {at_column} + j, {value}, mask=m)"

@@ -6,9 +6,11 @@ gradient at the end, in one matmul over all vertices of a class.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from weft.dynamic.store import Home, Key
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 
+T = TypeVar("T")
 CellKey = tuple[str, bool]  # type, has children
 
 
@@ -39,6 +42,18 @@ class Plan:
     backward: bool
     triton: bool  # what the kernels are written in
     in_parts: bool = False  # float32 matmuls as several of fewer bits, where torch is asked to keep full precision
+
+
+def _where_it_runs(method: Callable[..., T]) -> Callable[..., T]:
+    """What the method makes from nothing is on its own device, whatever is the default."""
+
+    @functools.wraps(method)
+    def call(self: Batch, *args: Any) -> T:
+        device = self.workspace.device
+        with nullcontext() if torch.get_default_device() == device else torch.device(device):
+            return method(self, *args)
+
+    return call
 
 
 class Batch:
@@ -64,8 +79,9 @@ class Batch:
                 f"{name}{'+' if block.has_children else ''}", cell, block, self.layout.rows + 1, self.layout.edges, self.index,
                 self.workspace, self.plan.compiled, self.plan.in_parts and torch.get_float32_matmul_precision() == "highest",
             )  # fmt: skip
-            frame.supply({Source("weight", str(i)): self._weights.get(id(w), w) for i, w in enumerate(cell.traced.weights)})
+            frame.supply({Source("weight", str(i)): self._weights.get(id(w), w) for i, w in enumerate(cell.graph.weights)})
 
+    @_where_it_runs
     def forward(self) -> list[Tensor]:
         """The wanted rows of every output."""
         self._clear_states()
@@ -86,6 +102,7 @@ class Batch:
         self.rounds_back(grads)
         return {**self._weight_gradients(ready), **self.input_gradients()}
 
+    @_where_it_runs
     def rounds_back(self, grads: list[Tensor]) -> None:
         """All that gradients are summed from."""
         floats = [(name, home) for name, home in self.plan.outputs.items() if home.dtype.is_floating_point]
@@ -109,6 +126,7 @@ class Batch:
             for frame in self.frames.values():
                 frame.bind(phase)
 
+    @_where_it_runs
     def _weight_gradients(self, ready: Callable[[Tensor], Any] | None) -> dict[Source | int, Tensor]:
         """One weight after the other, each complete when it is handed to `ready`; so its reduction overlaps with the next ones."""
         out: dict[Source | int, Tensor] = {}
@@ -126,6 +144,7 @@ class Batch:
             handle.wait()
         return out
 
+    @_where_it_runs
     def weight_gradient(self, weight: Tensor) -> Tensor:
         """The gradient of one weight alone, after `rounds_back`."""
         for frame in self.frames.values():
@@ -137,8 +156,8 @@ class Batch:
         """The sum over all classes that use a weight."""
         out: Tensor | None = None
         for frame in self.frames.values():
-            for source, node in frame.cell.traced.grads.items():
-                if source.role == "weight" and frame.cell.traced.weights[int(source.name)] is weight:
+            for source, node in frame.cell.graph.grads.items():
+                if source.role == "weight" and frame.cell.graph.weights[int(source.name)] is weight:
                     value = frame.total(node)
                     out = value if out is None else out + value
         return out
@@ -150,7 +169,7 @@ class Batch:
     def _pull(self, frame: Frame, gaps: bool) -> None:
         """Rows of the inputs in the order of the class; vertices without one read zeros."""
         block = frame.block
-        for source, node in frame.cell.traced.sources.items():
+        for source, node in frame.cell.graph.sources.items():
             if source.role == "pull":
                 given, rows = self.inputs[source.name], self._rows(block.start, block.count)
                 buffer = frame.buffer(frame.cell.stores.homes[node])
@@ -171,19 +190,20 @@ class Batch:
             home = Home("state", (name,), "row", shape, self.plan.dtype)
             self._whole(home)[-1].zero_()
             for frame in self.frames.values():
-                if name not in frame.cell.traced.states:
+                if name not in frame.cell.graph.states:
                     frame.buffer(home).zero_()
 
     def _clear_messages(self, frame: Frame) -> None:
         """Messages that other classes send and this one does not."""
-        for state, how in self.plan.sent - set(frame.cell.traced.messages):
+        for state, how in self.plan.sent - set(frame.cell.graph.messages):
             home = Home("message", (state, how), "edge" if how == "edge" else "row", self.plan.states[state], self.plan.dtype)
             frame.buffer(home).zero_()
 
+    @_where_it_runs
     def input_gradients(self) -> dict[Source | int, Tensor]:
         out: dict[Source | int, Tensor] = {}
         for frame in self.frames.values():
-            for source, node in frame.cell.traced.grads.items():
+            for source, node in frame.cell.graph.grads.items():
                 if source.role == "pull":
                     given, block = self.inputs[source.name], frame.block
                     if source not in out:  # one row more, for vertices without input

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch import Tensor
 
+from weft.core.node import Node
 from weft.dynamic import emit_triton, matmul
 from weft.dynamic.cell import Cell
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.lower import aten, fill_in
+from weft.dynamic.lower import reads, run
 from weft.dynamic.phases import base, domain, is_view
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
@@ -42,10 +42,10 @@ class Frame:
     in_parts: bool = False  # float32 matmuls as several of fewer bits
 
     def __post_init__(self) -> None:
-        self.fixed: dict[fx.Node, Tensor] = {}
-        self.local: dict[fx.Node, Any] = {}
-        self.constants: dict[fx.Node, Tensor] = {}
-        self.split: dict[fx.Node, matmul.Halves] = {}
+        self.fixed: dict[Node, Tensor] = {}
+        self.local: dict[Node, Any] = {}
+        self.constants: dict[Node, Tensor] = {}
+        self.split: dict[Node, matmul.Halves] = {}
         self.tables: list[np.ndarray[Any, Any]] = []
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
@@ -74,17 +74,17 @@ class Frame:
         if self.block.count or phase == "weights":
             self.run(phase, self.span)
 
-    def total(self, node: fx.Node) -> Tensor:
+    def total(self, node: Node) -> Tensor:
         """A sum over all rows of the class, a weight gradient say, worked out when it is asked for."""
         if self.cell.phased.phase.get(node) != "sums" and not (is_view(node) and not domain(node)):
             return self.fetch(node, self.span)
         if node not in self.local:
-            args, kwargs = map_arg((node.args, node.kwargs), self.total)
-            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else node.target(*args, **kwargs)
+            args = self._args(node, self.total)
+            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else run(node, args)
         return self.local[node]
 
-    def _sums_rows(self, node: fx.Node, args: tuple[Any, ...]) -> bool:
-        return self.in_parts and node.target is aten.mm.default and matmul.fits(args[0].t(), args[1])
+    def _sums_rows(self, node: Node, args: tuple[Any, ...]) -> bool:
+        return self.in_parts and _is_product(node) and matmul.fits(args[0].t(), args[1])
 
     @staticmethod
     def _over_rows(x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Frame:
 
     def supply(self, weights: Mapping[Source, Tensor]) -> None:
         """Weights, by the source that names them."""
-        for source, node in self.cell.traced.sources.items():
+        for source, node in self.cell.graph.sources.items():
             if source in weights:
                 self.fixed[node] = weights[source]
 
@@ -127,7 +127,7 @@ class Frame:
         lo, hi = (span[0], span[1]) if home.domain == "row" else (span[2], span[3])
         return self.buffer(home)[: hi - lo] if home.kind == "scratch" else self.buffer(home)[lo:hi]
 
-    def fetch(self, node: fx.Node, span: Span) -> Tensor:
+    def fetch(self, node: Node, span: Span) -> Tensor:
         """The value of a node for a range of rows."""
         if node in self.fixed:
             return self.fixed[node]
@@ -140,14 +140,14 @@ class Frame:
             return self._gather(node, span)
         if node in stores.gradients:
             return self._collect(node, span)
-        if node.op == "placeholder":
+        if node.op.is_input:
             return self._edge_rows(span)
         out = self._call(node, span)
-        if base(node).op == "placeholder" and not domain(node):
+        if base(node).op.is_input and not domain(node):
             self.fixed[node] = out  # a view of a weight stays what it is
         return out
 
-    def _gather(self, node: fx.Node, span: Span) -> Tensor:
+    def _gather(self, node: Node, span: Span) -> Tensor:
         """States of children; a view where they already lie in order."""
         home, row = self.cell.stores.children[node]
         edges = row.index == "edge_child"
@@ -158,10 +158,10 @@ class Frame:
         first = _run(at)
         return states.index_select(0, at) if first is None else states[first : first + len(at)]
 
-    def _collect(self, node: fx.Node, span: Span) -> Tensor:
+    def _collect(self, node: Node, span: Span) -> Tensor:
         """The gradient of a state: the sum of the messages its readers sent."""
-        like, (lo, hi) = node.meta["val"], span[:2]
-        out = torch.zeros((hi - lo, *like.shape[1:]), dtype=like.dtype, device=self.workspace.device)
+        lo, hi = span[:2]
+        out = torch.zeros((hi - lo, *node.shape[1:]), dtype=node.dtype, device=self.workspace.device)
         for via in self.cell.stores.gradients[node]:
             first = self.index[via.first][self.block.start + lo : self.block.start + hi + 1]
             at = self.index[via.index][int(first[0]) : int(first[-1])]
@@ -176,11 +176,11 @@ class Frame:
 
     # --- steps
 
-    def _bind(self, step: Kernel | fx.Node) -> Bound:
+    def _bind(self, step: Kernel | Node) -> Bound:
         if isinstance(step, Kernel):
             return self._kernel(step)
         home = self.cell.stores.homes.get(step)
-        if step.target is aten.mm.default and home is not None and not domain(step.args[1]) and not home.at:
+        if _is_product(step) and home is not None and not domain(step.args[1]) and _in_order(home):
             return self._product(step, home)
         return self._other(step, home)
 
@@ -195,11 +195,11 @@ class Frame:
         at = table.ctypes.data
         return lambda span: function(at, span[0], span[1], first_edge)
 
-    def _product(self, node: fx.Node, home: Home) -> Bound:
+    def _product(self, node: Node, home: Home) -> Bound:
         """Rows times a matrix, straight into its buffer."""
         left, right = node.args
         out, scratch = self.buffer(home), home.kind == "scratch"
-        shape = None if not home.folded and len(home.shape) == 1 else (-1, node.meta["val"].shape[1])
+        shape = None if not home.folded and len(home.shape) == 1 else (-1, node.shape[1])
         a, b = (0, 1) if home.domain == "row" else (2, 3)
         halves = self.halves(right) if self.in_parts and home.dtype is torch.float32 else None
 
@@ -213,13 +213,13 @@ class Frame:
 
         return step
 
-    def halves(self, node: fx.Node) -> matmul.Halves:
+    def halves(self, node: Node) -> matmul.Halves:
         """A matrix without rows, split; filled anew in each run."""
         if node not in self.split:
             self.split[node] = matmul.Halves.of(self.fetch(node, self.span))
         return self.split[node]
 
-    def _other(self, node: fx.Node, home: Home | None) -> Bound:
+    def _other(self, node: Node, home: Home | None) -> Bound:
         has_rows = bool(domain(node))
 
         def step(span: Span) -> None:
@@ -233,15 +233,17 @@ class Frame:
 
         return step
 
-    def _call(self, node: fx.Node, span: Span) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.fetch(n, span))
-        if node in self.cell.sized:
-            args = tuple(fill_in(a, span[1] - span[0], span[3] - span[2]) for a in args)
-        if node.target in _VIEWS_OF_ROWS:
-            return args[0].reshape(args[1])
-        return node.target(*args, **kwargs)
+    def _call(self, node: Node, span: Span) -> Any:
+        sizes = (span[1] - span[0], span[3] - span[2]) if node in self.cell.sized else None
+        return run(node, self._args(node, lambda n: self.fetch(n, span)), sizes)
 
-    def _copy(self, node: fx.Node, home: Home) -> Bound:
+    @staticmethod
+    def _args(node: Node, find: Callable[[Node], Any]) -> list[Any]:
+        """Numbers as they are; what is never computed is None."""
+        found = {a: find(a) for a in reads(node)}
+        return [a.attr("value") if a.op.is_number else found.get(a) for a in node.args]
+
+    def _copy(self, node: Node, home: Home) -> Bound:
         def step(span: Span) -> None:
             home.keep(self.slice(home, span), self.fetch(node, span))
 
@@ -258,22 +260,27 @@ class Frame:
         home = self.cell.home_at(pointer)
         return self.buffer(home) if pointer.own else self.everywhere(home)
 
-    def _constant(self, node: fx.Node) -> Tensor:
+    def _constant(self, node: Node) -> Tensor:
         """A value without rows where kernels can find it in every run: the weight itself, or a copy made in each run."""
         value = self.fetch(node, self.span)
-        if base(node).op == "placeholder" and value.is_contiguous():
+        if base(node).op.is_input and value.is_contiguous():
             return value
         if node not in self.constants:
             self.constants[node] = value.clone(memory_format=torch.contiguous_format)
         return self.constants[node]
 
 
-_VIEWS_OF_ROWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+def _in_order(home: Home) -> bool:
+    """Whether a value's rows lie in the buffer as they do in the value."""
+    return not home.at and (home.folded is None or home.folded[0] == 1)
 
 
-def _message(key: tuple[str, ...], node: fx.Node) -> Home:
-    like = node.meta["val"]
-    return Home("message", key, "edge" if key[1] == "edge" else "row", tuple(like.shape[1:]), like.dtype)
+def _is_product(node: Node) -> bool:
+    return node.op.name == "matmul" and node.args[0].ndim == node.args[1].ndim == 2
+
+
+def _message(key: tuple[str, ...], node: Node) -> Home:
+    return Home("message", key, "edge" if key[1] == "edge" else "row", node.shape[1:], node.dtype)
 
 
 def _run(at: Tensor) -> int | None:

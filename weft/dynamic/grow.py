@@ -163,7 +163,7 @@ class Growing:
 
     @property
     def _pushed(self) -> dict[str, set[str]]:
-        variant = next(iter(self._runner._made.variants.values()))
+        variant = next(iter(self._runner._made.variants.values()))[0]
         return {name: set(f.pushed) for name, f in variant.functions.items()}
 
     @property

@@ -6,7 +6,9 @@
 
 typedef int64_t i64;
 
-static inline float w_exp(float x) {
+namespace weft {
+
+static inline float exp(float x) {
     x = std::min(std::max(x, -87.33654f), 88.72283f);
     const float n = (x * 1.44269504f + 12582912.f) - 12582912.f;  // rounded to an integer
     const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -25,7 +27,7 @@ static inline float w_exp(float x) {
     return p * fa * fb;
 }
 
-static inline float w_tanh(float x) {
+static inline float tanh(float x) {
     const float a = std::fabs(x), z = x * x;
     float p = -5.70498872745e-3f;
     p = p * z + 2.06390887954e-2f;
@@ -33,15 +35,17 @@ static inline float w_tanh(float x) {
     p = p * z + 1.33314422036e-1f;
     p = p * z + -3.33332819422e-1f;
     const float small = p * z * x + x;
-    const float big = std::copysign(1.f - 2.f / (w_exp(2.f * a) + 1.f), x);
+    const float big = std::copysign(1.f - 2.f / (exp(2.f * a) + 1.f), x);
     return a < 0.625f ? small : big;
 }
 
-static inline float w_sigmoid(float x) { return 1.f / (1.f + w_exp(-x)); }
-static inline double w_exp(double x) { return std::exp(x); }
-static inline double w_tanh(double x) { return std::tanh(x); }
-static inline double w_sigmoid(double x) { return 1. / (1. + std::exp(-x)); }
+static inline float sigmoid(float x) { return 1.f / (1.f + exp(-x)); }
+static inline double exp(double x) { return std::exp(x); }
+static inline double tanh(double x) { return std::tanh(x); }
+static inline double sigmoid(double x) { return 1. / (1. + std::exp(-x)); }
 
 // NaN must stay NaN, as in torch, so these are not std::max and std::min.
-template <class T> static inline T w_max(T a, T b) { return a > b || a != a ? a : b; }
-template <class T> static inline T w_min(T a, T b) { return a < b || a != a ? a : b; }
+template <class T> static inline T larger(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> static inline T smaller(T a, T b) { return a < b || a != a ? a : b; }
+
+}  // namespace weft

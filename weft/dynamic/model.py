@@ -17,7 +17,7 @@ from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.packed import Packed
-from weft.dynamic.plan import Variant, compile_plan, held_by
+from weft.dynamic.plan import Variant, compile_plan, held_by, reads_of
 from weft.dynamic.run import Once, Ready, Replay, Run
 from weft.dynamic.schedule import Block, Reads, Schedule
 from weft.dynamic.structure import Structure
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from weft.dynamic.grow import Growing
 
 Inputs = Mapping[str, Tensor]
+VARIANTS = 4  # kept of one kind of inputs: in training, in evaluation, with some weights frozen
 
 
 class Made:
     """What a model has made so far, none of which a copy of it needs."""
 
     def __init__(self) -> None:
-        self.variants: dict[Any, Variant] = {}
+        self.variants: dict[Any, list[Variant]] = {}  # the last that was used comes first
         self.pools: dict[torch.device, Pool] = {}
         self.templates: dict[Any, Templates] = {}
 
@@ -133,7 +134,7 @@ class Model(nn.Module):
     def reads(self, inputs: Any = None) -> dict[str, Reads]:
         """What each vertex function reads of its children."""
         if inputs is None and self._made.variants:
-            return next(iter(self._made.variants.values())).reads
+            return next(iter(self._made.variants.values()))[0].reads
         return self._variant(_inputs(inputs, None), None).reads
 
     def held(self) -> list[Tensor]:
@@ -143,15 +144,18 @@ class Model(nn.Module):
     def _variant(self, inputs: Inputs, structure: Structure | None) -> Variant:
         """The functions traced for inputs of these shapes, dtypes and device."""
         key = tuple((name, x.shape[1:], x.dtype, x.device) for name, x in inputs.items())
-        found = self._made.variants.get(key)
-        held = self.held() if found is None else found.held
-        now = (held[0].dtype, held[0].device) if held else None
-        if found is None or found.kind != now:
+        known = self._made.variants.get(key, [])
+        at = next((i for i, v in enumerate(known) if v.holds()), None)
+        if at is None:
+            held = self.held()
             try:
-                found = self._made.variants[key] = Variant(self.functions, self.states, inputs, held, now, self)
+                made = Variant(self.functions, self.states, inputs, held, self, reads_of(self.functions))
             except (RuntimeError, WeftError) as error:
                 raise _mixed_dtypes(inputs, held, structure) or error from error
-        return found
+            known = self._made.variants[key] = [made, *known[: VARIANTS - 1]]
+        elif at:
+            known.insert(0, known.pop(at))
+        return known[0]
 
     def _plan(self, variant: Variant, schedule: Schedule, inputs: Inputs) -> Plan:
         grads = frozenset(k for k, v in inputs.items() if v.requires_grad)

@@ -109,7 +109,7 @@ class Rounds:
 
     def __init__(self, model: Model, kinds: tuple[str, ...], inputs: Mapping[str, Tensor], own: set[Tensor]) -> None:
         self.model, self.kinds, self.inputs = model, kinds, tuple(inputs)
-        self.variant = Variant(model.functions, model.states, inputs, model.held(), None, model)
+        self.variant = Variant(model.functions, model.states, inputs, model.held(), model)
         self._require_sure()
         self.weights = [w for w in self.variant.weights if any(w is x for x in own) or w.ndim]  # numbers stay as they are
         first = next(iter(self.variant.functions.values()))

@@ -12,72 +12,75 @@ sums      without rows, weight gradients above all: one matmul over all vertices
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
-from torch import fx
+from torch import Tensor
 
-from weft.dynamic.lower import Traced, aten
-from weft.dynamic.sizes import EDGES, ROWS
+from weft.core.node import Node
+from weft.dynamic.lower import Graph, domain_of, reads
 from weft.dynamic.vertex import Source
 
 FORWARD = ("weights", "eager", "rounds", "late")
 BACKWARD = ("before", "back", "after", "sums")
 
-VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.select.int,
-    aten.unbind.int, aten.as_strided.default, aten.diagonal.default,
-}  # fmt: skip
+VIEWS = frozenset({"reshape", "permute", "narrow", "expand"})
 
 
-def is_view(node: fx.Node) -> bool:
+def is_view(node: Node) -> bool:
     """Whether the node only looks at another one. Views run wherever they are needed and are never stored."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return is_view(node.args[0])
-    return node.target in VIEWS
+    return node.op.name in VIEWS and seen(node) is not None
 
 
-def base(node: fx.Node) -> fx.Node:
+@lru_cache(maxsize=1 << 14)
+def seen(node: Node) -> Tensor | None:
+    """A chain of views on what it looks at, without numbers, for its strides; None where elements must be copied."""
+    if node.op.name not in VIEWS:
+        return torch.empty(node.types[0].shape, device="meta")
+    inner = seen(node.args[0])
+    inner = torch.empty(node.args[0].shape, device="meta") if inner is None else inner
+    if node.op.name != "reshape":
+        return node.op.run(inner, **dict(node.attrs))  # type: ignore[no-any-return]
+    try:
+        return inner.view(node.shape)
+    except RuntimeError:  # a view that the stored layout does not allow
+        return None
+
+
+def base(node: Node) -> Node:
     """What a chain of views looks at."""
     while is_view(node):
         node = node.args[0]
     return node
 
 
-def domain(node: fx.Node) -> str:
+def domain(node: Node) -> str:
     """`row` or `edge` when the value has one slice per vertex or per edge, `` when it has neither."""
-    value = node.meta["val"]
-    sizes = (value[0] if isinstance(value, (list, tuple)) else value).shape
-    return "row" if any(n and n % ROWS == 0 for n in sizes) else "edge" if any(n and n % EDGES == 0 for n in sizes) else ""
+    return domain_of(node.types[0].shape)
 
 
 @dataclass
 class Phased:
-    """A traced function and the phase of each of its ops; `back` also names what reads the gradients of which child."""
+    """A function and the phase of each of its ops."""
 
-    traced: Traced
-    phase: dict[fx.Node, str] = field(default_factory=dict)
+    graph: Graph
+    phase: dict[Node, str] = field(default_factory=dict)
 
-    def nodes(self, phase: str) -> list[fx.Node]:
+    def nodes(self, phase: str) -> list[Node]:
         """The computed ops of a phase, in order."""
-        return [n for n in self.traced.graph.nodes if self.phase.get(n) == phase]
+        return [n for n in self.graph.nodes if self.phase.get(n) == phase]
 
 
-def assign(traced: Traced) -> Phased:
+def assign(graph: Graph) -> Phased:
     """Split the graph into phases by what each op depends on and what depends on it."""
-    nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
-    roles: dict[fx.Node, set[str]] = {n: {_effect(s)} for s, n in traced.sources.items()}
-    for node in nodes:
-        roles[node] = set().union(*(roles[a] for a in node.all_input_nodes))
-    reach = _reach(traced, nodes)
-    out = Phased(traced)
-    for node in nodes:
-        if node.target is operator.getitem and not is_view(node):
+    roles: dict[Node, set[str]] = {n: {_effect(s)} for s, n in graph.sources.items()}
+    for node in graph.nodes:
+        roles[node] = set().union(*(roles[a] for a in reads(node)))
+    reach = _reach(graph)
+    out = Phased(graph)
+    for node in graph.nodes:
+        if node.op.is_item:
             out.phase[node] = out.phase[node.args[0]]  # one of several results, there when they all are
         elif not is_view(node):
             out.phase[node] = _phase(node, roles[node], reach[node])
@@ -88,24 +91,19 @@ def _effect(source: Source) -> str:
     return {"slot": "child", "edge": "child", "at": "index"}.get(source.role, source.role)
 
 
-def _reach(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, set[str]]:
+def _reach(graph: Graph) -> dict[Node, set[str]]:
     """Which results depend on each node."""
-    out: dict[fx.Node, set[str]] = {n: set() for n in traced.graph.nodes}
-    for node in traced.states.values():
-        out[node].add("state")
-    for node in traced.outputs.values():
-        out[node].add("output")
-    for node in traced.messages.values():
-        out[node].add("d_child")
-    for node in traced.grads.values():
-        out[node].add("grad")
-    for node in reversed(nodes):
-        for arg in node.all_input_nodes:
+    out: dict[Node, set[str]] = {n: set() for n in graph.names}
+    for what, nodes in (("state", graph.states), ("output", graph.outputs), ("d_child", graph.messages), ("grad", graph.grads)):
+        for node in nodes.values():  # type: ignore[attr-defined]
+            out[node].add(what)
+    for node in reversed(graph.nodes):
+        for arg in reads(node):
             out[arg] |= out[node]
     return out
 
 
-def _phase(node: fx.Node, roles: set[str], reach: set[str]) -> str:
+def _phase(node: Node, roles: set[str], reach: set[str]) -> str:
     rows = domain(node) != ""
     if not roles & {"d_state", "d_push"}:
         if not rows:
@@ -118,9 +116,3 @@ def _phase(node: fx.Node, roles: set[str], reach: set[str]) -> str:
     if "d_state" not in roles:
         return "before" if reach & {"d_child"} else "after"
     return "back" if "d_child" in reach else "after"
-
-
-def is_sized(node: fx.Node) -> bool:
-    """Whether some argument of the op names the number of rows or edges."""
-    flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
-    return any(isinstance(a, int) and not isinstance(a, bool) and a and (a % ROWS == 0 or a % EDGES == 0) for a in flat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 
 from weft.core.node import Node
 from weft.dynamic import emit_cpp, emit_triton
-from weft.dynamic.cell import Cell, compile_cell, output_homes
+from weft.dynamic.cell import Cell, collected, compile_cell, output_homes
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.lower import lower
+from weft.dynamic.lower import graph_of, lowered
 from weft.dynamic.simplify import clean, hoist, specialise
 from weft.dynamic.trace import Function, VertexProgram, by_itself, differentiate, trace
 from weft.dynamic.verify import check_rows
 from weft.dynamic.vertex import Source
+from weft.frontend.capture.guards import Reads
 from weft.ops.pointwise import add
 
 
@@ -30,15 +32,19 @@ class Variant:
     @by_itself()
     def __init__(
         self, functions: Mapping[str, Function], states: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Tensor],
-        held: list[Tensor], kind: Any, model: nn.Module | None = None,
+        held: list[Tensor], model: nn.Module | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
-        self.held, self.kind = held, kind
+        """`reads` notes what the functions read of Python."""
         every = [*held, *inputs.values()]
         self.dtype = next((t.dtype for t in every if t.dtype.is_floating_point), torch.get_default_dtype())
         self.device = next((t.device for t in [*inputs.values(), *held]), torch.device("cpu"))
         pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
         names = _weight_names(functions, model)
-        self.written = {n: trace(f, n, states, pulls, self.dtype, self.device, names) for n, f in functions.items()}
+        self.python = reads
+        with reads.listening() if reads is not None else nullcontext(), torch.autocast(self.device.type, enabled=False):
+            self.written = {n: trace(f, n, states, pulls, self.dtype, self.device, names) for n, f in functions.items()}
+        if reads is not None:
+            reads.finish([])
         self.reads = {name: f.reads for name, f in self.written.items()}
         self.states = dict(states)
         for f in self.written.values():
@@ -46,12 +52,24 @@ class Variant:
         self.functions = hoist(self.written, self.states)
         self.weights = list({id(w): w for f in self.functions.values() for w in f.weights.values()}.values())
         self.plans: dict[Any, Plan] = {}
+        self._kinds = [(w, w.dtype, w.device) for w in self.weights]
+
+    def holds(self) -> bool:
+        """Whether the functions would be written the same now: weights where and what they were, and nothing else in Python that they read."""
+        same = all(w.dtype == dtype and w.device == device for w, dtype, device in self._kinds)
+        return same and (self.python is None or self.python.hold())
 
 
 def _weight_names(functions: Mapping[str, Function], model: nn.Module | None) -> dict[int, str]:
     """The names that weights have in the functions' modules, by identity."""
     owners = [getattr(f, "__self__", f) for f in functions.values()]
     return {id(p): n for m in (model, *owners) if isinstance(m, nn.Module) for n, p in (*m.named_buffers(), *m.named_parameters())}
+
+
+def reads_of(functions: Mapping[str, Function]) -> Reads:
+    """What vertex functions may read of Python: modules, closures, settings; in which precision they run is their own."""
+    owners = [getattr(f, "__self__", f) for f in functions.values()]
+    return Reads(nn.ModuleList([m for m in owners if isinstance(m, nn.Module)]), list(functions.values())).in_any_grad_mode().in_any_precision()
 
 
 def held_by(function: Any) -> list[Tensor]:
@@ -82,9 +100,9 @@ def compile_plan(
             one = specialise(function, gone)
             made[name, has_children] = _with_gradients(one, grads) if needs else one
     sent = _settle(made)
-    lowered = {key: lower(clean(one), variant.device) for key, one in made.items()}
-    outputs = output_homes(lowered.values())
-    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in lowered.items()}
+    graphs = {key: graph_of(collected(lowered(clean(one)))) for key, one in made.items()}
+    outputs = output_homes(graphs.values())
+    cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in graphs.items()}
     kernels = _kernels(cells.values(), target)
     return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", in_parts)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates, Weights
 from weft.dynamic.engine import Batch, Plan, host_index
 from weft.dynamic.layout import exact
@@ -40,6 +40,10 @@ class Once:
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.batch.backward(grads, ready)
 
+    @property
+    def is_released(self) -> bool:
+        return not self._held
+
     def release(self) -> None:
         """Give the memory back: after backward, or when a result is dropped without one."""
         if self._held:
@@ -66,6 +70,10 @@ class Replay:
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.captured.backward(grads, ready)
 
+    @property
+    def is_released(self) -> bool:
+        return not self._held
+
     def release(self) -> None:
         if self._held:
             self._held = self.captured.busy = False
@@ -82,14 +90,25 @@ class Run(torch.autograd.Function):
         inputs = {name: t.detach() for name, t in zip(names, tensors, strict=False)}
         ctx.call, ctx.ready, ctx.rows = call, ready, {name: len(x) for name, x in inputs.items()}
         outputs = call.forward(inputs, wanted, [t.detach() for t in tensors[len(names) :]])
+        ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.dtype.is_floating_point))
         if not call.plan.backward:
             call.release()
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.saved_tensors  # noqa: B018 - refused by torch where an input or weight was written into since, or where the graph was freed
+        if torch.is_grad_enabled():
+            raise StructureError(
+                "a gradient of a dynamic model's gradient is not there", needed="backward without create_graph=True", found="create_graph=True",
+                try_="the terms that need it through plain torch modules",
+            )  # fmt: skip
+        if ctx.call.is_released:
+            raise StructureError(
+                "a result of a dynamic model is differentiated a second time", needed="one backward for each call: its memory is used again after it",
+                found="a second, with retain_graph=True", try_="the sum of the losses, or the model called once for each",
+            )  # fmt: skip
         given = [g for g, home in zip(grads, ctx.call.plan.outputs.values(), strict=True) if home.dtype.is_floating_point]
         found = ctx.call.backward([g.contiguous() for g in given], ctx.ready)
         inputs = [(found.get(Source("pull", name)), rows) for name, rows in ctx.rows.items()]

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from weft.dynamic.lower import shape_of
+from weft.core.node import Node
 from weft.dynamic.phases import domain
 from weft.dynamic.sizes import EDGES, ROWS
 
@@ -36,7 +35,7 @@ class Home:
     shape: tuple[int, ...]
     dtype: torch.dtype
     at: int = 0  # the dim of the value that holds the rows
-    folded: bool = False  # that dim holds several slices per row
+    folded: tuple[int, int] | None = None  # that dim holds several slices per row: (slices before the rows, slices after)
 
     @property
     def columns(self) -> int:
@@ -45,12 +44,14 @@ class Home:
     def show(self, rows: Tensor) -> Tensor:
         """The value as its readers expect it, from rows of the buffer."""
         if self.folded:
-            rows = rows.flatten(0, 1)
+            rows = rows.unflatten(1, self.folded).movedim(0, 1).flatten(0, 2)
         return rows.movedim(0, self.at) if self.at else rows
 
     def keep(self, rows: Tensor, value: Tensor) -> None:
         """Write a value into rows of the buffer."""
         value = value.movedim(self.at, 0) if self.at else value
+        if self.folded:
+            value = value.unflatten(0, (self.folded[0], len(rows), self.folded[1])).movedim(1, 0)
         rows.copy_(value.reshape(rows.shape))
 
 
@@ -86,18 +87,18 @@ class Via:
 class Stores:
     """The homes of one class's values, and how to find a value in them."""
 
-    homes: dict[fx.Node, Home] = field(default_factory=dict)
-    children: dict[fx.Node, tuple[Home, Row]] = field(default_factory=dict)  # gathered states: (state, which row)
-    gradients: dict[fx.Node, Sequence[Via]] = field(default_factory=dict)  # d_state sources: where they are summed from
-    fixed: dict[fx.Node, Key] = field(default_factory=dict)
+    names: dict[Node, str] = field(default_factory=dict)
+    homes: dict[Node, Home] = field(default_factory=dict)
+    children: dict[Node, tuple[Home, Row]] = field(default_factory=dict)  # gathered states: (state, which row)
+    gradients: dict[Node, Sequence[Via]] = field(default_factory=dict)  # d_state sources: where they are summed from
 
-    def where(self, node: fx.Node) -> tuple[Pointer, Row]:
+    def where(self, node: Node) -> tuple[Pointer, Row]:
         """The buffer and row in which a kernel finds a value of its vertex `v` or edge `e`."""
         if node in self.children:
             home, row = self.children[node]
             return Pointer("state", home.key, dtype=home.dtype), row
         if not domain(node):
-            return Pointer("fixed", (node.name,), "", node.meta["val"].dtype), Row("0")
+            return Pointer("fixed", (self.names[node],), "", node.dtype), Row("0")
         home = self.homes[node]
         if home.domain == "row":
             row = Row("v - lo" if home.kind == "scratch" else "v")
@@ -105,16 +106,38 @@ class Stores:
             row = Row({"scratch": "e - e0", "message": "e"}.get(home.kind, "e - eb"))
         return Pointer(home.kind, home.key, home.domain, home.dtype, own=home.domain == "row" or home.kind != "message"), row
 
-    def columns(self, node: fx.Node) -> int:
+    def columns(self, node: Node) -> int:
         if node in self.children:
             return self.children[node][0].columns
-        return self.homes[node].columns if node in self.homes else prod(shape_of(node))
+        return self.homes[node].columns if node in self.homes else prod(node.shape)
 
 
-def home_of(node: fx.Node, kind: str, key: Key) -> Home:
+def home_of(node: Node, kind: str, key: Key) -> Home:
     """Rows come first in a buffer: a value [a, vertices * k, b] is kept as rows of [k, a, b]."""
-    value: Any = node.meta["val"]
-    shape, unit = tuple(value.shape), ROWS if domain(node) == "row" else EDGES
-    at = next(i for i, n in enumerate(shape) if n and n % unit == 0)
+    shape, unit = node.shape, _unit(node)
+    at = _row_dim(node)
     inner = () if shape[at] == unit else (shape[at] // unit,)
-    return Home(kind, key, domain(node), (*inner, *shape[:at], *shape[at + 1 :]), value.dtype, at, bool(inner))
+    return Home(kind, key, domain(node), (*inner, *shape[:at], *shape[at + 1 :]), node.dtype, at, _folded(node) if inner else None)
+
+
+def _unit(node: Node) -> int:
+    return ROWS if domain(node) == "row" else EDGES
+
+
+def _row_dim(node: Node) -> int:
+    return next(i for i, n in enumerate(node.shape) if n and n % _unit(node) == 0)
+
+
+def _folded(node: Node) -> tuple[int, int]:
+    """How the dim that holds several slices per row is ordered: slices before the rows, and after them."""
+    at = _row_dim(node)
+    slices = node.shape[at] // _unit(node)
+    for x in (a for a in node.args if domain(a) == domain(node)):
+        here = _row_dim(x)
+        held = _folded(x)[0] if x.shape[here] > _unit(x) else 1
+        if node.op.name == "reshape":
+            before = held * prod(x.shape[:here]) // prod(node.shape[:at])
+            return before, slices // before
+        if x.shape[here] == node.shape[at]:
+            return held, slices // held
+    return 1, slices

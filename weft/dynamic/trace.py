@@ -131,11 +131,10 @@ class VertexProgram:
 
     def __call__(self, v: Vertex) -> None:
         """Run the program on the rows of a vertex."""
-        from weft.dynamic.lower import evaluate
+        from weft.dynamic.lower import evaluate, lowered
 
         given = {n: self._read(v, s) for n, s in self.sources.items() if n in self.program.input_names} | dict(self.weights)
-        wanted = self.program.output_names
-        values = dict(zip(wanted, evaluate(self, list(wanted.values()), given), strict=True))
+        values = evaluate(lowered(self), given)
         v.scatter(**{state: values[name] for name, state in self.states.items()})
         v.push(**{output: values[name] for name, output in self.outputs.items()})
 

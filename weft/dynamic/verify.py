@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.core.errors import StructureError
 from weft.core.node import Node
 from weft.dynamic import sizes
-from weft.dynamic.lower import evaluate
+from weft.dynamic.lower import evaluate, lowered
 from weft.dynamic.trace import VertexProgram
 from weft.dynamic.vertex import Source
 
@@ -29,18 +29,18 @@ def check_rows(f: VertexProgram) -> None:
     if device.type == "meta":
         return
     given = {n: _example(s, f.inputs[s], device) for n, s in f.sources.items() if s in f.inputs}
-    ends = [f.program.output_names[n] for n in (*f.states, *f.outputs)]
+    here, names = lowered(f), {**f.states, **f.outputs}
     with torch.no_grad(), _full_precision():
         try:
-            together = evaluate(f, ends, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
+            together = evaluate(here, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
         except (IndexError, RuntimeError) as e:  # what a trace has of rows is no such number elsewhere
-            raise _mixed(f, next(iter([*f.states.values(), *f.outputs.values()])), f"{type(e).__name__} with another number of rows: {e}") from e
+            raise _mixed(f, next(iter(names.values())), f"{type(e).__name__} with another number of rows: {e}") from e
         for row in range(ROWS):
             mine = {n: _one(f.sources[n], x, row) for n, x in given.items()}
-            alone = evaluate(f, ends, {**f.weights, **mine}, sizes=(1, PER_ROW), device=device)
-            for name, all_rows, one in zip([*f.states.values(), *f.outputs.values()], together, alone, strict=True):
-                if not torch.allclose(all_rows[row], one[0], rtol=1e-3, atol=1e-4, equal_nan=True):
-                    by = float((all_rows[row].double() - one[0].double()).abs().max())
+            alone = evaluate(here, {**f.weights, **mine}, sizes=(1, PER_ROW), device=device)
+            for n, name in names.items():
+                if not torch.allclose(together[n][row], alone[n][0], rtol=1e-3, atol=1e-4, equal_nan=True):
+                    by = float((together[n][row].double() - alone[n][0].double()).abs().max())
                     raise _mixed(f, name, f"a difference of {by:.2g} between together and alone")
 
 

@@ -416,7 +416,16 @@ class Reads:
     def in_any_mode(self) -> Reads:
         """The same, whatever the modules' training modes are: it was traced in evaluation mode, and shall be run in it."""
         self.places = [p for p in self.places if p.key != "training"]
+        return self.in_any_grad_mode()
+
+    def in_any_grad_mode(self) -> Reads:
+        """The same with gradients and without: what was traced is forward alone."""
         self._environment.pop("torch's grad mode", None)
+        return self
+
+    def in_any_precision(self) -> Reads:
+        """The same under autocast and without: the trace was made without."""
+        self._environment = {k: x for k, x in self._environment.items() if "autocast" not in k}
         return self
 
     def of_values(self) -> Reads:
