@@ -69,7 +69,7 @@ class Layers:
     @cached_property
     def between(self) -> float:
         """Bytes of the residual stream between the matmuls."""
-        return self.stream / (self.setting.tp if self.setting.sequence_parallel else 1)
+        return self.stream / (self.setting.tp if self.setting.sp else 1)
 
     def build(self) -> Workload:
         s, t = self.shape, self.setting
@@ -93,7 +93,7 @@ class Layers:
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
-        ops = [tuple(quantised(tuple(beside_products(p)) if t.overlap_tp else p)) for p in parts]
+        ops = [tuple(quantised(tuple(beside_products(p)) if t.async_tp else p)) for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         attention = s.attention_params / t.tp + s.norm_params / 2
         params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
@@ -110,7 +110,7 @@ class Layers:
         s, t = self.shape, self.setting
         table = -(-s.vocab // t.tp) * s.hidden * self.width
         lookup = MemoryBound("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
-        cut = (self.meet("reduce_scatter" if t.sequence_parallel else "all_reduce"),) if t.tp > 1 else ()
+        cut = (self.meet("reduce_scatter" if t.sp else "all_reduce"),) if t.tp > 1 else ()
         return told("embedding", (lookup, *cut), s.embedding_params / t.tp, work=table)
 
     def last(self) -> Block:
@@ -133,14 +133,14 @@ class Layers:
     def enter(self) -> tuple[Op, ...]:
         """Bring the tokens together before a matmul sharded by columns."""
         t = self.setting
-        return (self.meet("all_gather"), *self.copied()) if t.tp > 1 and t.sequence_parallel else ()
+        return (self.meet("all_gather"), *self.copied()) if t.tp > 1 and t.sp else ()
 
     def leave(self) -> tuple[Op, ...]:
         """Sum the terms of a matmul sharded by rows, then add to the residual."""
         t = self.setting
         meet: tuple[Op, ...] = ()
         if t.tp > 1:
-            meet = (*self.copied(), self.meet("reduce_scatter")) if t.sequence_parallel else (self.meet("all_reduce"),)
+            meet = (*self.copied(), self.meet("reduce_scatter")) if t.sp else (self.meet("all_reduce"),)
         passes, kept = (3, 0.5 * self.between) if self.shape.dropout else (1, 0.0)  # a sum alone joins the norm after it
         return (*meet, MemoryBound("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
 

@@ -54,7 +54,7 @@ class Row:
     def step(self) -> SimulatedStep:
         if self.stages:
             problem = PlanProblem(self.stack, self.cluster, self.setting.global_batch, self.setting.dtype, self.setting.kernels)
-            return Search(problem).step(self.setting, self.stages)
+            return Search(problem).step(self.setting.with_layers(self.stages))
         return simulate(self.stack.work(self.setting), self.setting, self.cluster)
 
     @property
@@ -105,7 +105,7 @@ def _iteration(cells: Cells, case: str) -> Row:
     layers, hidden = b.sizes("# layers", "hidden size", f"{cells.get('Parameters (billion)') or ''}B")
     micro, dp = b.whole("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
     shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
-    setting = Setting(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
+    setting = Setting.counted(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
     profile = _iterated_on(b, gpus)
     if gpus > profile.node_size:
         shape = dataclasses.replace(shape, vocab=_padded(WORDS, setting.tp))
@@ -142,7 +142,7 @@ def _padded(words: int, tp: int) -> int:
 
 def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[Setting, str]:
     """A model that trains on one device needs no recompute; larger ones of that time were trained with all of it."""
-    alone = dataclasses.replace(setting, dp=1, tp=1, pp=1, global_batch=setting.micro_batch)
+    alone = dataclasses.replace(setting, dp=1, ep=1, tp=1, pp=1, micro=1, global_batch=setting.micro_batch)
     step = simulate(sized_stack(shape, alone.dtype).work(alone), alone, Cluster("one", (Nodes(1, 1, profile),)))
     if step.peak_memory.total <= profile.device.memory:
         return setting, "none: the model with this micro-batch fits on one device"
@@ -162,7 +162,7 @@ def _measured_with_memory(cells: Cells, case: str) -> Row:
     stages = [int(x) for x in cells["layers_per_stage"].split("|")]
     stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1  # embedding and head count as a layer each
     shape = Shape(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"])
-    setting = Setting(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], **{**CLASSIC, "dtype": "tf32", "grad_dtype": "fp32"})
+    setting = Setting.counted(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], **{**CLASSIC, "dtype": "tf32", "grad_dtype": "fp32"})
     profile = load("GH200-server")
     b.assumed["host"] = "that of the cluster these rows were measured on: Python on Grace issues an op in 57 us"
     place = Cluster(f"{n['gpus']}x{profile.name}", (_nodes(n["gpus"], profile),))
@@ -303,7 +303,7 @@ def _setting(b: Blanks, dtype: str, shape: Shape, profile: Profile, gpus: int) -
     zero = b.text("zero", "1" if modern and dp > 1 else "0", "usual of its time")
     virtual = _virtual(b, shape.layers, pp) if pp > 1 else 1
     ep = math.gcd(b.whole("ep", 1), dp) if shape.experts else 1
-    setting = Setting(
+    setting = Setting.counted(
         batch, micro, dp, tp, pp, cp, ep, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
         zero=_zero(zero), keep_gathered="without reshard" in zero.lower(),
         **({"kernels": b.text("kernels", "compiled"), "dtype": dtype} if modern else CLASSIC),
@@ -314,10 +314,10 @@ def _setting(b: Blanks, dtype: str, shape: Shape, profile: Profile, gpus: int) -
             assumed["kernels"] = "attention in one kernel, pointwise chains fused"
         if tp > 1:
             assumed["sequence parallel"] = "yes, usual since 2022"
-            setting = dataclasses.replace(setting, sequence_parallel=True)
+            setting = dataclasses.replace(setting, sp=True)
     recompute = (cells.get("recompute") or "").lower()
     if "sequence parallel" in recompute:
-        setting = dataclasses.replace(setting, sequence_parallel=True)
+        setting = dataclasses.replace(setting, sp=True)
     return _recomputed(setting, recompute, shape, profile, modern, assumed)
 
 
@@ -334,12 +334,12 @@ def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
     sharded, latest = setting.zero == 3, setting.dtype in ("fp8", "fp4")
     beside = sharded or latest
     assumed["overlap"] = f"parameters and gradients {'beside' if beside else 'apart from'} compute"
-    if sharded and setting.pp > 1 and not setting.keep_gathered:
+    if sharded and setting.pp > 1 and not setting.gather_once:
         assumed["gathering"] = "once a step, as is usual of ZeRO-3 with a pipeline"
-        setting = dataclasses.replace(setting, keep_gathered=True)
+        setting = dataclasses.replace(setting, gather_once=True)
     return dataclasses.replace(
         setting, overlap_grads=beside, overlap_params=beside, batch_first=sharded,
-        overlap_tp=latest and not sharded, overlap_sends=latest and setting.virtual > 1,
+        async_tp=latest and not sharded, overlap_sends=latest and setting.chunks > 1,
     )  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, mod
     return setting
 
 
-AGAIN = {"full": "full", "selective": "selective", "none": "none", "no": "none", "off": "none", "false": "none", "yes": "full", "true": "full"}
+AGAIN = {"full": "full", "selective": "selective", "none": "", "no": "", "off": "", "false": "", "yes": "full", "true": "full"}
 
 
 def _virtual(b: Blanks, layers: int, pp: int) -> int:

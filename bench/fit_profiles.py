@@ -96,8 +96,8 @@ def row_task(file: Path, kind: str, names: tuple[str, ...], origin: str, most: i
 def pair_task(file: Path, names: tuple[str, ...], origin: str, most: int) -> Task:
     """Rows that differ in data parallelism alone: what they differ by in time is the reduction of gradients."""
     rows = [r for r in read(file) if isinstance(r, Row)]
-    alone = {_work(r): r for r in rows if r.setting.dp == 1}
-    pairs = [(alone[_work(r)], r) for r in rows if r.setting.dp > 1 and _work(r) in alone]
+    alone = {_work(r): r for r in rows if r.setting.replicas == 1}
+    pairs = [(alone[_work(r)], r) for r in rows if r.setting.replicas > 1 and _work(r) in alone]
     pairs = [(one, many) for one, many in pairs if many.measured > one.measured]
 
     def predict(profile: Profile, pair: tuple[Row, Row]) -> float:
@@ -108,7 +108,7 @@ def pair_task(file: Path, names: tuple[str, ...], origin: str, most: int) -> Tas
 
 def _key(row: Row) -> str:
     s = row.setting
-    return f"{row.group} {s.tp} {s.dp} {s.pp} {s.micro_batch} {s.global_batch}"
+    return f"{row.group} {s.tp} {s.replicas} {s.pp} {s.micro_batch} {s.global_batch}"
 
 
 def _work(row: Row) -> Any:

@@ -79,7 +79,7 @@ def needed(size: str, optimizer: str, devices: int, kernels: str, zero: int, mic
     from weft.plan.transformer import shape
 
     model, stack = shape(MODELS[size], seq=128), captured_stack(MODELS[size], "fp16", 128)[0]
-    setting = Setting(
+    setting = Setting.counted(
         global_batch=micro_batch * devices, micro_batch=micro_batch, dp=devices, zero=zero, kernels=kernels, dtype="fp16", grad_dtype="fp16"
     )
     found = simulate(stack.work(setting), setting, cluster(f"{devices // 8}x8xV100-DGX2")).peak_memory

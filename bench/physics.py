@@ -56,7 +56,7 @@ def draw(count: int, rng: random.Random) -> Iterator[tuple[Shape, Setting, Clust
         shape = Shape(rng.choice((8, 16, 24)), heads * 64, heads, rng.choice((32000, 50257)), rng.choice((512, 1024, 2047, 4096)), gated=rng.random() < 0.5)
         zero, micro = rng.randrange(4), rng.choice((1, 2, 4))
         try:
-            setting = Setting(
+            setting = Setting.counted(
                 dp * micro * rng.choice((1, 2, 4, 8)) * pp, micro, dp, tp, pp, cp, zero=zero, keep_gathered=zero == 3 and rng.random() < 0.3,
                 recompute=rng.choice(("none", "selective", "full")), sequence_parallel=tp > 1 and rng.random() < 0.5,
                 dtype="fp16" if "V100" in place.text else "bf16", schedule=rng.choice(("1f1b", "gpipe")) if pp > 1 else "1f1b",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench._graph.rules import joint
@@ -12,9 +13,10 @@ from bench._graph.task import CapturedTask, example_size
 from bench._graph.units import Units
 from weft.cluster.spec import Cluster
 from weft.core.layout import R
-from weft.plan.plan import Plan, nine_digits, rounded_ms, zero_levels
+from weft.plan.plan import Plan, nine_digits, rounded_ms, with_groups, zero_levels
 from weft.plan.schedules import PLAIN
-from weft.plan.setting import MIXED, Setting
+from weft.plan.setting import Setting
+from weft.plan.spec import MIXED
 from weft.rewrite.updates import by_definition
 
 if TYPE_CHECKING:
@@ -64,10 +66,10 @@ def record(task: CapturedTask, limits: Limits, way: Candidate, others: Mapping[s
         "mfu": float(f"{work / way.seconds / peak:.4g}"), "memory_gb": float(f"{way.memory / 1e9:.4g}"), "gap": 0.0,
         "causes_ms": {k: rounded_ms(v) for k, v in sorted(way.causes.items()) if v > 1e-9}, "memory_parts_gb": {},
     }  # fmt: skip
-    stages = tuple(_pieces(way)) if way.staged else ()
+    layouts = layouts_of(way)
+    setting = with_groups(replace(setting_of(task, way), stages=tuple(_pieces(way)) if way.staged else ()), layouts)
     return Plan(
-        task.model, task.cluster.text, 0, objective, way.name, setting_of(task, way), (), (), limits.data(), predicted, others, lacking,
-        stages=stages, layouts=layouts_of(way),
+        task.model, task.cluster.text, 0, objective, way.name, setting, limits.data(), predicted, others, lacking, layouts,
     )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def setting_of(task: CapturedTask, way: Candidate) -> Setting:
     micro = own if own and task.batch % (dp * own) == 0 else 1
     again = way.staged is not None and any(s.again for s in way.staged.stages)
     schedule = way.staged.schedule if way.staged else PLAIN
-    return Setting(
+    return Setting.counted(
         global_batch=task.batch, micro_batch=micro, dp=dp, tp=tp, pp=way.pp, zero=zero, recompute=MIXED if again else "none",
         schedule=schedule, dtype=task.dtype, overlap_sends=bool(way.overlap),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend.capture import Captured, capture
 from weft.plan.pins import dtensor_pins, parse_pin
-from weft.plan.plan import Plan, load
+from weft.plan.plan import Plan, load, with_pieces
 from weft.plan.setting import Setting
 from weft.plan.spec import Spec
 
@@ -191,8 +191,8 @@ FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "
 
 def saved(path: Path, **changes: Any) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    shares = changes.pop("shares", ())
-    plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", replace(Setting(global_batch=8), **changes), (), shares, limits, FORESEEN)
+    setting = with_pieces(Setting.counted(**{"global_batch": 8, **changes}), changes.get("shares", ()))
+    plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", setting, limits, FORESEEN)
     plan.save(path)
     return load(path)
 
@@ -221,10 +221,7 @@ def test_what_a_plan_file_asks_and_is_not_done_is_refused(tmp_path: Path) -> Non
         planfile.follow(str(tmp_path / "stages.json"))
     assert "weft plan ... --pin overlap_tp=false" in str(e.value)
     assert str(load(tmp_path / "stages.json").spec) == "tp2,pp2,zero-bubble-eager,micro8,async-tp,recompute"
-    two = (
-        {"kind": "a", "copies": 1, "micro_batch": 6, "micro_batches": 1},
-        {"kind": "b", "copies": 1, "micro_batch": 2, "micro_batches": 1},
-    )
+    two = (("a", 1, 6, 1), ("b", 1, 2, 1))
     saved(tmp_path / "both.json", dp=2, pp=2, shares=two)
     with pytest.raises(PlanError, match="cannot be run by parallelize") as e:
         planfile.follow(tmp_path / "both.json")
@@ -246,13 +243,10 @@ def test_a_plan_file_of_stages_runs(tmp_path: Path) -> None:
 
 
 def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
-    two = (
-        {"kind": "a", "copies": 1, "micro_batch": 8, "micro_batches": 1},
-        {"kind": "b", "copies": 1, "micro_batch": 4, "micro_batches": 1},
-    )
+    two = (("a", 1, 8, 1), ("b", 1, 4, 1))
     assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).spec.pieces == 3
     assert str(planfile.follow(tmp_path / "a.json").spec) == "dp2,pieces3"
-    three = ({**two[0], "micro_batch": 9}, {**two[1], "micro_batch": 3})
+    three = (("a", 1, 9, 1), ("b", 1, 3, 1))
     assert not saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).spec.pieces
     with pytest.raises(PlanError, match=r"torch\.chunk's rule"):
         planfile.follow(tmp_path / "b.json")

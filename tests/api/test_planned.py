@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,16 @@ def test_the_stages_of_a_plan_have_its_layers_and_run_again_what_it_says(planned
     plan, one = load(planned), gpt()
     want = torch_losses(one)
     last = one.loss(one.model, one.example(BATCH)).item()
-    ways = [{way for name, way, _ in stage if name not in ("first", "last")} for stage in plan.stages]
+    ways = [{way for name, way, _ in stage if name not in ("first", "last")} for stage in plan.setting.stages]
     assert plan.setting.pp == 4 and {"none"} in ways and {"ffn"} in ways, "the case: mixed recompute"
-    assert len({sum(n for _, _, n in stage) for stage in plan.stages}) > 1, "the case: unequal stages"
+    assert len({sum(n for _, _, n in stage) for stage in plan.setting.stages}) > 1, "the case: unequal stages"
 
     def job(rank: int) -> None:
         got, step = weft_losses(gpt(), planned)
         close([*got, step.eval(gpt().example(BATCH)).item()], [*want, last])
-        halves = [half for stage in plan.stages for half in halves_of(stage)]
+        halves = [half for stage in plan.setting.stages for half in halves_of(stage)]
         at = 0
-        for g, stage in enumerate(plan.stages):
+        for g, stage in enumerate(plan.setting.stages):
             mine = halves[at : at + len(halves_of(stage))]
             assert parts_held(step, g) == {(k // 2, "mlp" if k % 2 else "attention") for k in range(at, at + len(mine))}
             assert ops_again(step, g) == Counter({"attention": mine.count("attention full"), "gelu": sum("ffn" in m for m in again(mine))})
@@ -136,8 +137,9 @@ def counted(program: Any, *names: str) -> Counter[str]:
 
 def by_hand(path: Path, stages: Any, layers: tuple[int, ...] = (), **setting: Any) -> Plan:
     predicted = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": 1.0, "gap": 0.0}
-    own = Setting(**{"global_batch": BATCH, "recompute": "mixed", "dtype": "fp32", **setting})
-    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, layers, (), LIMITS, predicted, stages=stages)
+    own = Setting.counted(**{"global_batch": BATCH, "recompute": "mixed", "dtype": "fp32", **setting})
+    own = replace(own, stages=stages) if stages else own.with_layers(layers)
+    made = Plan("gpt2", "4xx86-2", 16, "time", "weft", own, LIMITS, predicted)
     made.save(path)
     return load(path)
 
@@ -217,7 +219,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_units_of_an_earlier_planner_are_refused(folder: Path) -> None:
     task = task_of(f"{folder}/net.py:make", cluster(str(folder / "four.yaml")), 256, "fp32")
     made = plan_program(task, Limits(memory=1.5002e9), lambda _: None)
-    assert isinstance(made, Plan) and made.stages
+    assert isinstance(made, Plan) and made.setting.stages
     made.save(folder / "plan.json")
     own = Own(folder)
     with pytest.raises(PlanError, match=r"(?s)has stages of an earlier planner.*units of a program.*plan again"):

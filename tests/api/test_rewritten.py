@@ -199,7 +199,7 @@ def test_steps_whose_loss_is_no_number_are_skipped(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
-LINES = [(XDL, "tp", {"pp": 2, "micro_batch": 4}, "stack_columns"), (DLRM, "dp", {"micro_batch": 2}, "matmul_as_einsum")]
+LINES = [(XDL, "tp", {"pp": 2, "micro": 2}, "stack_columns"), (DLRM, "dp", {"micro": 2}, "matmul_as_einsum")]
 
 
 @pytest.mark.parametrize(("case", "axis", "setting", "rule"), LINES, ids=["stages", "micro-batches"])

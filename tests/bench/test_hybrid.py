@@ -20,7 +20,7 @@ SHAPE = Sized(10, 1024, 8, 32000, 2048, 2, 512, "small", gated=True, rotary=True
 def test_layers_are_read_from_words() -> None:
     found = hybrid(SHAPE, WORDS, 2048, 1)
     assert (found.mamba, found.attention, found.states, found.latent, found.gated) == (4, 2, (16, 64, 128, 8), 256, False)
-    assert sum(n for _, n in found.work(Setting(8, 1, 8, zero=1, ep=8)).kinds) == 10 + 2
+    assert sum(n for _, n in found.work(Setting.counted(8, 1, 8, zero=1, ep=8)).kinds) == 10 + 2
 
 
 def test_words_that_say_nothing_are_refused() -> None:
@@ -30,7 +30,7 @@ def test_words_that_say_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("more", ["8 mamba2", "state 256", "latent 512"])
 def test_more_of_anything_takes_longer(more: str) -> None:
-    place, setting = cluster("1x8xB200"), Setting(8, 1, 8, zero=1, ep=8)
+    place, setting = cluster("1x8xB200"), Setting.counted(8, 1, 8, zero=1, ep=8)
     words = re.sub(rf"\d+ {more.split()[1]}" if more[0].isdigit() else rf"{more.split()[0]} \d+", more, WORDS)
     shape = Sized(**{**SHAPE.__dict__, "layers": 14}) if more[0].isdigit() else SHAPE
     few, many = (simulate(hybrid(s, w, 0, 0).work(setting), setting, place).seconds for s, w in ((SHAPE, WORDS), (shape, words)))
@@ -50,7 +50,7 @@ def test_the_backward_of_a_product_is_two() -> None:
 
 
 def test_per_op_keeps_attention_and_every_second_product() -> None:
-    forward = Layers(SHAPE, Setting()).build().layer.forward
+    forward = Layers(SHAPE, Setting.counted()).build().layer.forward
     again = list(per_op(forward))
     assert not any(isinstance(op, Attention) for op in again)
     assert sum(isinstance(op, Gemm) for op in again) == 2

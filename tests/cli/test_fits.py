@@ -59,10 +59,10 @@ def test_state_of_optimizers_and_adapters(config: str) -> None:
     place, model = cluster("1xH100"), model_of(config, 1024)
     n = model.params
     for name, state in STATE.items():
-        s = Setting(1, recompute="full")
+        s = Setting.counted(1, recompute="full")
         m = memory_of(replace(model, how=Trained(state)).work(s), s, place)
         assert (m.params, m.grads, m.optimizer) == pytest.approx((2 * n, 4 * n, (4 + state) * n), rel=1e-6), name
-    m = memory_of(replace(model, how=Trained(8.0, 16)).work(Setting(1)), Setting(1), place)
+    m = memory_of(replace(model, how=Trained(8.0, 16)).work(Setting.counted(1)), Setting.counted(1), place)
     adapters = 16 * 32 * (4096 + 4096 + 2 * (4096 + 1024) + 4096 + 4096 + 3 * (4096 + 14336))
     assert (m.grads, m.optimizer) == pytest.approx((4 * adapters, 12 * adapters), rel=1e-6)
     assert m.params == pytest.approx(2 * (n + adapters), rel=1e-6)

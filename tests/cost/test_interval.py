@@ -53,7 +53,7 @@ def test_bounds_of_every_figure() -> None:
 
 
 def found(seconds: float, **changes: object) -> Found:
-    return Found(Setting(**changes), seconds, 1e9)  # type: ignore[arg-type]
+    return Found(Setting.counted(**changes), seconds, 1e9)  # type: ignore[arg-type]
 
 
 def test_of_equal_plans_the_simplest_is_taken() -> None:

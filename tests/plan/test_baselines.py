@@ -15,9 +15,9 @@ from weft.plan.baselines import BASELINES
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.roles import GRADS, PARAMS
 from weft.plan.search import CLOSE, Found, Search
-from weft.plan.setting import RECOMPUTE, Setting
+from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
-from weft.plan.spec import Spec
+from weft.plan.spec import RECOMPUTE, Spec
 from weft.plan.transformer import Shape
 
 SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
@@ -29,10 +29,10 @@ def swept(search: Search, name: str) -> float:
     space, p = BASELINES[name], search.problem
     dp = p.cluster.devices
     own, best = p.batch // dp, math.inf
-    for micro, again, zero, keep in itertools.product(range(1, own + 1), RECOMPUTE, ALONE[name], space.keep_gathered):
+    for micro, again, zero, keep in itertools.product(range(1, own + 1), RECOMPUTE, ALONE[name], space.gather_once):
         if own % micro or (keep and (zero != 3 or micro == own)):
             continue
-        s = Setting(
+        s = Setting.counted(
             global_batch=p.batch, micro_batch=micro, dp=dp, zero=zero, recompute=again, keep_gathered=keep, kernels=p.kernels, dtype=p.dtype,
             overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
         )  # fmt: skip

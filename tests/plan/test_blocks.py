@@ -66,7 +66,7 @@ KNOWN = {
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("name", "sizes"), [("gpt2", SIZES), ("llama3-8b", LLAMA)])
 def test_a_block_does_what_is_known_of_such_a_layer(name: str, sizes: dict[str, int], way: dict[str, int]) -> None:
-    setting = Setting(micro_batch=4, global_batch=64, **way)  # type: ignore[arg-type]
+    setting = Setting.counted(micro_batch=4, global_batch=64, **way)  # type: ignore[arg-type]
     got, known = Stack(name, captures(name, **sizes)).work(setting), KNOWN[name].work(setting)
     assert got.depth == known.depth == 3
     assert flops(got.layer) == pytest.approx(
@@ -83,7 +83,7 @@ def test_a_block_does_what_is_known_of_such_a_layer(name: str, sizes: dict[str, 
 def test_sizes_of_many_samples_follow_from_those_of_few() -> None:
     stack = Stack("llama", captures("llama3-8b", **LLAMA))
     for way in WAYS:
-        setting = Setting(micro_batch=24, global_batch=96, **way)  # type: ignore[arg-type]
+        setting = Setting.counted(micro_batch=24, global_batch=96, **way)  # type: ignore[arg-type]
         grown, captured = stack._sized(setting, 24), stack._captured(setting, 24)
         for f in fields(grown):
             if f.name != "first" or not way:  # how little it matters which of two small moves is made may depend on the samples
@@ -92,7 +92,7 @@ def test_sizes_of_many_samples_follow_from_those_of_few() -> None:
 
 def test_a_tied_weight_is_held_by_the_last_stage_too() -> None:
     stack = Stack("gpt2", captures("gpt2", **SIZES))
-    one, two = (stack.work(Setting(pp=pp, global_batch=8)) for pp in (1, 2))
+    one, two = (stack.work(Setting.counted(pp=pp, global_batch=8)) for pp in (1, 2))
     words = SIZES["vocab"] * SIZES["hidden"]
     assert one.shared == two.shared == words
     assert two.last.params - one.last.params == words and two.first.params == one.first.params
@@ -258,7 +258,7 @@ def compare(plan: Path, function: str, want: list[float]) -> None:
 def test_the_plan_of_a_module_runs_as_it_says(tmp_path: Path, function: str, pins: dict[str, str]) -> None:
     made = planned(tmp_path, function, "1x2xA100", 16, pins=pins)
     assert isinstance(made, Plan)
-    made = replace(made, setting=replace(made.setting, keep_gathered=False, overlap_tp=False))  # not done yet, and refused
+    made = replace(made, setting=replace(made.setting, gather_once=False, async_tp=False))  # not done yet, and refused
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == made
     want = torch_losses(tmp_path, function)
@@ -288,14 +288,14 @@ def assert_every_product_counts(work: Workload, program: Program) -> None:
 def test_products_of_what_a_block_is_handed_count_in_every_layer() -> None:
     """BERT normalises behind its sums, so that its projections read what the layer before hands on."""
     at = captures("bert-large", layers=4, hidden=64, heads=4)
-    assert_every_product_counts(Stack("bert", at).work(Setting(global_batch=2, micro_batch=2)), at(2).program)
+    assert_every_product_counts(Stack("bert", at).work(Setting.counted(global_batch=2, micro_batch=2)), at(2).program)
 
 
 def test_an_encoder_and_a_decoder_are_two_rows_of_one_stack(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SMALL)
     own = load_model(f"{tmp_path / 'own.py'}:both", device="meta")
     stack = Stack("both", lambda n: capture(own.model, own.example(n, device="meta"), own.loss))
-    work, program = stack.work(Setting(global_batch=2, micro_batch=2)), stack.at(2).program
+    work, program = stack.work(Setting.counted(global_batch=2, micro_batch=2)), stack.at(2).program
     assert [n for _, n in work.kinds] == [3, 4] and work.depth == 7
     held = sum(b.params * n for b, n in work.kinds) + work.first.params + work.last.params
     assert held == sum(p.numel() for p in own.model.parameters())
@@ -326,7 +326,7 @@ def test_dense_layers_before_those_with_experts_are_a_row_of_their_own() -> None
         model = transformers.DeepseekV3ForCausalLM(kind)
     at = Stack("deepseek", lambda n: capture(model, {k: torch.zeros(n, 32, dtype=torch.long, device="meta") for k in ("input_ids", "labels")},
                                              lambda m, b: m(**b).loss))  # fmt: skip
-    work = at.work(Setting(global_batch=4, micro_batch=4, dp=2, ep=2))
+    work = at.work(Setting.counted(global_batch=8, micro_batch=4, dp=2, ep=2))
     assert [n for _, n in work.kinds] == [2, 3] and [b.expert_params > 0 for b, _ in work.kinds] == [False, True]
     assert work.first.params == 128 * 64 and all(b.parts and b.kept for b, _ in work.kinds)  # what runs again, and what is kept then
 
@@ -338,18 +338,18 @@ def test_what_is_not_trained_is_held_and_has_neither_gradient_nor_state() -> Non
             p.requires_grad_(name.endswith("bias"))
 
     sizes = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512}
-    whole, few = (captured_stack("gpt2", "bf16", 128, adapt, **sizes)[0].work(Setting(micro_batch=2)) for adapt in (None, biases_alone))
+    whole, few = (captured_stack("gpt2", "bf16", 128, adapt, **sizes)[0].work(Setting.counted(micro_batch=2)) for adapt in (None, biases_alone))
     assert few.layer.trained and few.layer.held == whole.layer.held and few.layer.learnt[0] < 0.02 * whole.layer.learnt[0]
     products = [sum(isinstance(op, Gemm) for op in work.layer.back) for work in (whole, few)]
     assert products == [8, 4]  # gradients of inputs alone
     place = cluster("1x8xH100")
-    steps = [simulate(work, Setting(micro_batch=2, dp=8, zero=zero, global_batch=16), place) for work in (whole, few) for zero in (0, 3)]
+    steps = [simulate(work, Setting.counted(micro_batch=2, dp=8, zero=zero, global_batch=16), place) for work in (whole, few) for zero in (0, 3)]
     assert steps[2].peak_memory.optimizer < 0.05 * steps[0].peak_memory.optimizer and steps[2].peak_memory.params == steps[0].peak_memory.params
     assert steps[3].peak_memory.params < steps[2].peak_memory.params / 7  # what is frozen is sharded too
 
 
 def test_narrow_products_are_made_narrow_once_and_by_their_own_price() -> None:
-    wide, narrow = (captured_stack("llama3-8b", dtype, 512, layers=4)[0].work(Setting(micro_batch=1, dtype=dtype)) for dtype in ("bf16", "fp8"))
+    wide, narrow = (captured_stack("llama3-8b", dtype, 512, layers=4)[0].work(Setting.counted(micro_batch=1, dtype=dtype)) for dtype in ("bf16", "fp8"))
     passes = [op for op in narrow.layer.forward if op.name == "quantise"]
     assert len(passes) == 4  # before q, k, v; o; gate, up; down
     assert sum(op.bytes for op in passes) == 512 * (3 * 4096 + 14336) * 4

@@ -24,7 +24,7 @@ def test_every_next_best_decides_otherwise_and_costs(plan: Plan) -> None:
     found = list(explain(plan))
     assert {"recompute", "zero", "micro_batch"} <= {r.decision for r in found}
     for r in found:
-        assert r.ms >= -CLOSE * plan.step_ms and r.value == str(getattr(plan.setting, r.decision))
+        assert r.ms >= -CLOSE * plan.step_ms and r.value == str(plan.setting.named(r.decision))
         assert r.why and r.flips
     again = next(r for r in found if r.decision == "recompute")
     assert "recompute" in again.other
@@ -39,7 +39,7 @@ def test_what_is_said_to_win_is_decided_so_when_planned_there(plan: Plan) -> Non
         kind, _, size = at.partition(" ")
         asked = {"sequence": {"seq": int(size.replace(",", "")), "batch": 8}, "batch": {"batch": int(size.replace(",", ""))}}[kind]
         there = make_plan(Request("gpt2", "1x2xA100", **asked, fastest=True))
-        assert isinstance(there, Plan) and _said(decision, getattr(there.setting, decision)) == words
+        assert isinstance(there, Plan) and _said(decision, there.setting.named(decision)) == words
     assert all("unchanged for" in r.flips for r in found.values() if not r.factor)
 
 
@@ -54,7 +54,7 @@ def test_changes_are_problems_of_their_own() -> None:
 def test_unequal_shares_are_explained_against_equal_ones() -> None:
     request = Request("gpt2", "1x2xA100+1x2xH100", batch=64)
     made = make_plan(request)
-    assert isinstance(made, Plan) and made.shares
+    assert isinstance(made, Plan) and made.setting.shares
     found = {r.decision: r for r in explain(made)}
     assert found["shares"].ms > 0 and found["shares"].other.startswith("equal shares")
     assert "A100" in found["shares"].value and "H100" in found["shares"].value
@@ -63,4 +63,4 @@ def test_unequal_shares_are_explained_against_equal_ones() -> None:
 
 def test_shares_of_another_setting_are_told(plan: Plan) -> None:
     with pytest.raises(PlanError, match="does not run on its own cluster"):
-        list(explain(replace(plan, shares=({"kind": "A100"},), setting=replace(plan.setting, dp=1, pp=2))))
+        list(explain(replace(plan, setting=replace(plan.setting, dp=1, pp=2, shares=(("A100", 1, 1, 1),)))))

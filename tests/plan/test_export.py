@@ -18,14 +18,15 @@ from weft.plan.configs import read
 from weft.plan.export import FORMS, decisions, export, lost, unsaid
 from weft.plan.plan import Plan
 from weft.plan.schedules import SCHEDULES
-from weft.plan.setting import RECOMPUTE, Setting
+from weft.plan.setting import Setting
+from weft.plan.spec import RECOMPUTE
 
 FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
 
 
 def plan(**changes) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    return Plan("toy.py:make", "1x2xA100", 8, "time", "weft", replace(Setting(global_batch=4), **changes), (), (), limits, FORESEEN)
+    return Plan("toy.py:make", "1x2xA100", 8, "time", "weft", Setting.counted(**{"global_batch": 4, **changes}), limits, FORESEEN)
 
 
 class Mlp(nn.Module):
@@ -127,7 +128,7 @@ def drawn(rng: random.Random) -> Plan:
     virtual = rng.choice((2, 4)) if schedule == "interleaved" else 1
     dtype = rng.choice(("bf16", "bf16", "bf16", "fp16", "fp32", "tf32", "fp8"))
     zero = rng.choice((0, 1, 2, 3))
-    stages, layers, recompute = (), (), rng.choice(RECOMPUTE)
+    stages, layers, recompute = (), (), rng.choice(RECOMPUTE) or "none"
     if rng.random() < 0.3:
         recompute, ways = "mixed", rng.choice((("none", "full"), ("none", "full"), ("none",), ("none", "activation"), ("full", "ffn", "per-op")))
         cuts = pp * virtual
@@ -145,13 +146,15 @@ def drawn(rng: random.Random) -> Plan:
         layers = [DEPTH // cuts] * cuts
         layers[0], layers[-1] = layers[0] - 1, layers[-1] + 1
         layers = tuple(layers)
-    setting = Setting(
+    setting = Setting.counted(
         dp * micro * rounds, micro, dp, tp, pp, cp, ep, virtual, tp > 1 and rng.random() < 0.5, zero, zero == 3 and rng.random() < 0.3, recompute,
-        schedule, rng.choice(("compiled", "compiled", "eager", "classic")), dtype, rng.choice(("fp32", "fp32", "bf16")), rng.random() < 0.8,
-        rng.random() < 0.8, rng.random() < 0.5, tp > 1 and rng.random() < 0.5, False, rng.random() < 0.8,
+        schedule, kernels=rng.choice(("compiled", "compiled", "eager", "classic")), dtype=dtype, grad_dtype=rng.choice(("fp32", "fp32", "bf16")),
+        overlap_grads=rng.random() < 0.8, overlap_params=rng.random() < 0.8, overlap_sends=rng.random() < 0.5,
+        overlap_tp=tp > 1 and rng.random() < 0.5, master=rng.random() < 0.8,
     )  # fmt: skip
     setting.check()
-    return replace(plan(), model="llama3-8b", seq=8192, setting=setting, layers=layers, stages=stages)
+    setting = replace(setting, stages=stages) if stages else setting.with_layers(layers)
+    return replace(plan(), model="llama3-8b", seq=8192, setting=setting)
 
 
 ALWAYS = {  # what a form never loses
@@ -170,7 +173,7 @@ def test_what_is_read_back_is_the_plan_but_for_what_is_named(form: str) -> None:
         text = export(made, form)
         back = read(text, "", made.setting.devices, made.seq, DEPTH)
         assert back.form == form and not back.unused, back.unused
-        ours, theirs = decisions(made.setting, made.layers, made.stages, DEPTH), decisions(back.setting, back.layers, back.stages, DEPTH)
+        ours, theirs = decisions(made.setting, DEPTH), decisions(back.setting, DEPTH)
         pipeline = {"virtual", "schedule", "layers", "overlap_sends"} if "not expressed here: pp " in text else set()
         for name, value in ours.items():
             if name not in pipeline and f"not expressed here: {name} " not in text:
@@ -183,22 +186,23 @@ def test_what_was_written_wrongly_once() -> None:
     """Halves of layers, layers that recompute unlike each other, chunks, async tp, compile and what selective means."""
     halves = ((("first", "none", 1), ("layer", "none", 8), ("attention", "none", 1)), (("ffn", "none", 1), ("layer", "none", 8)),
               (("layer", "none", 8), ("attention", "none", 1)), (("ffn", "none", 1), ("layer", "none", 6), ("last", "none", 1)))  # fmt: skip
-    made = replace(plan(pp=4, dp=1, global_batch=32, recompute="mixed"), model="llama3-8b", seq=8192, stages=halves, layers=(8, 8, 8, 6))
+    made = replace(plan(pp=4, dp=1, global_batch=32, recompute="mixed", stages=halves), model="llama3-8b", seq=8192)
     text = export(made, "torchtitan")
     assert "not expressed here: layers 8.5 8.5 8.5 6.5, which reads back as 8 9 9 6" in text, "no layer is dropped"
     assert "config.activation_checkpoint = None" in text, "a mix in which nothing is recomputed is no recompute"
-    assert read(text, seq=8192).layers == (8, 9, 9, 6)
+    assert read(text, seq=8192).setting.layers == (8, 9, 9, 6)
     other = export(replace(plan(tp=2, overlap_tp=True, sequence_parallel=True, recompute="selective", micro_batch=4), model="llama3-8b"), "torchtitan")
     assert "config.compile.enable = True" in other and "config.compile.enable_async_tensor_parallel = True" in other
     assert "not expressed here: recompute selective, which reads back as per-op" in other
-    some = replace(made, stages=tuple(tuple((n, "full" if i == 1 else w, c) for i, (n, w, c) in enumerate(s)) for s in halves))
+    stages = tuple(tuple((n, "full" if i == 1 else w, c) for i, (n, w, c) in enumerate(s)) for s in halves)
+    some = replace(made, setting=replace(made.setting, stages=stages))
     assert "not expressed here: recompute" in export(some, "torchtitan") and "not expressed here: recompute" in export(some, "megatron")
 
 
 def test_megatron_layout_as_its_own_parser_reads_it() -> None:
     text = export(replace(plan(pp=2, virtual=2, schedule="interleaved", global_batch=8, overlap_sends=True), model="llama3-8b", seq=4096), "megatron")
     assert "--pipeline-model-parallel-layout 'E" + "|".join(["t" * 8] * 4) + "L'" in text and text.endswith(")\n")
-    assert read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|(tt|)*2,t*4L --micro-batch-size 1").layers == (3, 2, 2, 4)
+    assert read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|(tt|)*2,t*4L --micro-batch-size 1").setting.layers == (3, 2, 2, 4)
 
 
 def test_names_are_those_of_the_libraries() -> None:
@@ -231,7 +235,7 @@ def test_names_are_those_of_the_libraries() -> None:
 )  # fmt: skip
 def test_configurations_others_wrote(text: str, form: str, expected: dict) -> None:
     found = read(text, "", 8, 8192, DEPTH)
-    assert found.form == form and {k: getattr(found.setting, k) for k in expected} == expected
+    assert found.form == form and {k: found.setting.named(k) for k in expected} == expected
 
 
 def test_what_is_not_understood_is_named() -> None:

@@ -189,7 +189,7 @@ def test_a_captured_plan_on_another_cluster_is_refused(captured: dict[str, Any],
 )  # fmt: skip
 def test_numbers_that_no_cluster_has_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        Setting(**given).check()
+        Setting.counted(**given).check()
 
 
 def test_a_step_of_too_many_passes_is_not_walked() -> None:
@@ -197,7 +197,7 @@ def test_a_step_of_too_many_passes_is_not_walked() -> None:
     from weft.plan.planner import captured_stack
     from weft.plan.simulate import simulate
 
-    setting = Setting(global_batch=1 << 31)
+    setting = Setting.counted(global_batch=1 << 31)
     with within(20), pytest.raises(PlanError, match="too many passes to be walked one by one") as e:
         simulate(captured_stack("gpt2", "bf16")[0].work(setting), setting, cluster("1x1xA100"))
     assert "--micro-batch 2 or more" in str(e.value)

@@ -54,7 +54,7 @@ def test_blanks_are_filled_and_said(tmp_path: Path) -> None:
 def test_settings_of_other_files(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, PUBLISHED + MODERN)
     assert isinstance(row, Row)
-    assert (row.setting.dtype, row.setting.zero, row.setting.keep_gathered, row.setting.cp) == ("fp8", 3, True, 16)
+    assert (row.setting.dtype, row.setting.zero, row.setting.gather_once, row.setting.cp) == ("fp8", 3, True, 16)
     assert row.predict() > 0
 
 
@@ -158,14 +158,14 @@ def test_a_file_as_others_save_it(tmp_path: Path) -> None:
 def test_words_of_other_files(tmp_path: Path, line: str, name: str, value: object) -> None:
     (row,) = rows(tmp_path, PUBLISHED + line)
     assert isinstance(row, Row), row
-    assert getattr(row.setting, name) == value and row.predict() > 0
+    assert row.setting.named(name) == value and row.predict() > 0
 
 
 def test_iteration_rows(tmp_path: Path) -> None:
     """A model that fits on one device is taken to be trained without recompute, a larger one with."""
     small, large = rows(tmp_path, ITERATIONS + "8,16,4,1024,16,24,1024,2,2,2,150.0\n64,512,4,3072,32,30,2048,4,16,1,4764\n")
     assert isinstance(small, Row) and isinstance(large, Row)
-    assert small.setting.recompute == "none"
+    assert small.setting.recompute == ""
     assert large.setting.recompute == "full"
     assert large.shape.vocab % (128 * 4) == 0
     assert large.predict() == pytest.approx(4764, rel=0.15)

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from bench._rows import read
 from bench.foresight import predict, summary
 from weft.cli import app
 from weft.plan.plan import parse
+from weft.plan.setting import DECISIONS
 
 HERE = Path(__file__).parent
 OWN = HERE / "golden_models.py"
@@ -115,9 +115,10 @@ def planned(said: Mapping[str, Any]) -> dict[str, Any]:
     if plan is None:
         return found
     made = parse(json.dumps(plan))
-    decided = {k: v for k, v in asdict(made.setting).items() if k == "zero" or v not in (0, 1, False)}
-    stages = [", ".join(f"{n} {block} {again}" for block, again, n in stage) for stage in made.stages]
-    found |= {"origin": plan["origin"], "setting": decided, "layers": list(made.layers), "shares": list(made.shares), "stages": stages}
+    named = {k: made.setting.named(k) for k in DECISIONS}
+    decided = {k: v for k, v in named.items() if k == "zero" or v not in (0, 1, False)}
+    stages = [", ".join(f"{n} {block} {again}" for block, again, n in stage) for stage in made.setting.stages]
+    found |= {"origin": plan["origin"], "setting": decided, "shares": list(made.setting.shares), "stages": stages}
     found |= {"causes_ms": plan["predicted"].get("causes_ms"), "layouts": _layouts(made.layouts)}
     return {k: v for k, v in found.items() if v not in ([], {})}
 

@@ -91,7 +91,7 @@ def test_moves_are_read_and_told_and_files_without_them_too(plan: Plan) -> None:
 
 def test_rows_tell_every_degree(plan: Plan) -> None:
     told = {name: value for name, value, _ in rows(plan)}
-    assert told["micro-batch"] == str(plan.setting.micro_batch) and told["recompute"] == plan.setting.recompute
+    assert told["micro-batch"] == str(plan.setting.micro_batch) and told["recompute"] == plan.setting.named("recompute")
 
 
 def test_differences(plan: Plan) -> None:
@@ -103,9 +103,9 @@ def test_differences(plan: Plan) -> None:
 def test_named_words(plan: Plan) -> None:
     from dataclasses import replace
 
-    made = replace(plan, setting=Setting(global_batch=8, dp=2, tp=2, zero=1, sequence_parallel=True))
+    made = replace(plan, setting=Setting.counted(global_batch=8, dp=2, tp=2, zero=1, sequence_parallel=True))
     assert str(made.spec) == "dp2,tp2,zero1,micro4,sp"
-    assert str(replace(plan, setting=Setting(global_batch=8, pp=4)).spec) == "pp4,micro8"
+    assert str(replace(plan, setting=Setting.counted(global_batch=8, pp=4)).spec) == "pp4,micro8"
 
 
 def test_usual_batch() -> None:

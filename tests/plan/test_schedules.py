@@ -85,7 +85,7 @@ def test_a_schedule_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "own", Schedule("own", lambda later, stages, micro, chunks: later + 1))
     assert SCHEDULES["own"].in_flight(4, 8) == (5, 4, 3, 2)
     shape = Shape(layers=4, hidden=256, heads=4, vocab=1000, seq=128)
-    setting = Setting(global_batch=16, pp=4, schedule="own")
+    setting = Setting.counted(global_batch=16, pp=4, schedule="own")
     own, plain = (simulate(sized_stack(shape, s.dtype).work(s), s, cluster("4xA100")) for s in (setting, replace(setting, schedule="1f1b")))
     assert own.seconds >= plain.seconds * 0.99 and own.memory[-1].activations == 2 * plain.memory[-1].activations
 

@@ -65,7 +65,7 @@ def test_few_rounds_foretell_many() -> None:
     found = search.best(BASELINES["alpa-like"], "memory")
     assert isinstance(found, Found)
     for pp, schedule in ((2, "1f1b"), (4, "zero-bubble")):
-        s = replace(found.setting, dp=1, tp=8 // pp, pp=pp, schedule=schedule, micro_batch=2, zero=0)
+        s = replace(found.setting, dp=1, tp=8 // pp, pp=pp, schedule=schedule, zero=0).of_samples(2)
         made = search.price(s)
         assert made is not None and made.seconds == pytest.approx(search.step(s).seconds, rel=2e-3)
 
@@ -102,7 +102,7 @@ def test_uneven_layers_beat_even_ones_where_the_head_is_heavy() -> None:
     base = next(c for c in candidates(search.problem, EVERYTHING, Limits(pins={"pp": "4", "schedule": "1f1b", "dp": "2", "tp": "1"})))
     even, made = search.price(base), uneven(search, base)
     assert even is not None and made is not None
-    assert made.seconds < even.seconds and made.layers[-1] < 4
+    assert made.seconds < even.seconds and made.setting.layers[-1] < 4
 
 
 def test_deal_gives_fast_copies_more() -> None:

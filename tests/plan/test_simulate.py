@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -37,21 +38,21 @@ def foresee(shape: Shape, setting: Setting, place: str) -> SimulatedStep:
 
 
 SETTINGS = [
-    Setting(global_batch=8),
-    Setting(global_batch=32, dp=8, zero=3),
-    Setting(global_batch=32, dp=8, zero=2),
-    Setting(global_batch=32, dp=8, zero=1, overlap_params=False, overlap_grads=False),
-    Setting(global_batch=8, tp=8),
-    Setting(global_batch=8, tp=8, sequence_parallel=True),
-    Setting(global_batch=8, tp=8, sequence_parallel=True, overlap_tp=True),
-    Setting(global_batch=8, tp=2, cp=4),
-    Setting(global_batch=16, tp=2, pp=4, dp=1),
-    Setting(global_batch=32, pp=4, dp=2, schedule="gpipe"),
-    Setting(global_batch=32, pp=4, dp=2, schedule="interleaved", virtual=3),
-    Setting(global_batch=32, pp=4, dp=2, schedule="zero-bubble", overlap_sends=True),
-    Setting(global_batch=32, pp=4, dp=2, zero=3, keep_gathered=True, recompute="full"),
-    Setting(global_batch=8, kernels="classic", dtype="fp16", recompute="selective"),
-    Setting(global_batch=8, kernels="eager", recompute="per-op"),
+    Setting.counted(global_batch=8),
+    Setting.counted(global_batch=32, dp=8, zero=3),
+    Setting.counted(global_batch=32, dp=8, zero=2),
+    Setting.counted(global_batch=32, dp=8, zero=1, overlap_params=False, overlap_grads=False),
+    Setting.counted(global_batch=8, tp=8),
+    Setting.counted(global_batch=8, tp=8, sequence_parallel=True),
+    Setting.counted(global_batch=8, tp=8, sequence_parallel=True, overlap_tp=True),
+    Setting.counted(global_batch=8, tp=2, cp=4),
+    Setting.counted(global_batch=16, tp=2, pp=4, dp=1),
+    Setting.counted(global_batch=32, pp=4, dp=2, schedule="gpipe"),
+    Setting.counted(global_batch=32, pp=4, dp=2, schedule="interleaved", virtual=3),
+    Setting.counted(global_batch=32, pp=4, dp=2, schedule="zero-bubble", overlap_sends=True),
+    Setting.counted(global_batch=32, pp=4, dp=2, zero=3, keep_gathered=True, recompute="full"),
+    Setting.counted(global_batch=8, kernels="classic", dtype="fp16", recompute="selective"),
+    Setting.counted(global_batch=8, kernels="eager", recompute="per-op"),
 ]
 
 
@@ -69,11 +70,11 @@ def test_every_millisecond_has_a_cause(setting: Setting) -> None:
 def test_what_everyone_knows_of_training() -> None:
     """Twice the batch takes twice as long, tensor parallelism is worse across nodes, running all again costs about a third, nothing beats the device."""
     model = replace(GPT, hidden=4096, heads=32)
-    one, two = (foresee(model, Setting(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
+    one, two = (foresee(model, Setting.counted(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
     assert two.seconds == pytest.approx(2 * one.seconds, rel=0.03)
-    inside, across = (foresee(model, Setting(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16))
+    inside, across = (foresee(model, Setting.counted(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16))
     assert across.seconds > 1.2 * inside.seconds
-    again = foresee(model, Setting(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
+    again = foresee(model, Setting.counted(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
     assert 1.2 < again.seconds / one.seconds < 4 / 3 + 0.05
     assert all(0 < step.mfu < 1 for step in (one, two, inside, across, again))
 
@@ -102,19 +103,19 @@ def test_classic_kernels_sum_gradients_before_a_norm() -> None:
 
 def test_experts_are_spread_over_copies() -> None:
     with pytest.raises(PlanError, match="ep a divisor of dp = 4"):
-        Setting(global_batch=8, dp=4, ep=3).check()
+        Setting.counted(global_batch=8, dp=4, ep=3).check()
     with pytest.raises(PlanError, match="ep a divisor of experts = 8"):
-        foresee(replace(GPT, experts=8, chosen=2), Setting(global_batch=9, dp=9, ep=3), "9x1xH100")
+        foresee(replace(GPT, experts=8, chosen=2), Setting.counted(global_batch=9, dp=9, ep=3), "9x1xH100")
 
 
 def test_experts_are_spread() -> None:
-    one, spread = (foresee(MOE, Setting(global_batch=16, dp=8, ep=ep), "8xH100") for ep in (1, 8))
+    one, spread = (foresee(MOE, Setting.counted(global_batch=16, dp=8, ep=ep), "8xH100") for ep in (1, 8))
     assert spread.causes["ep"] > 0
     assert spread.peak_memory.params < one.peak_memory.params
 
 
 def test_the_device_does_no_less_than_the_flops() -> None:
-    setting = Setting(global_batch=8, micro_batch=8)
+    setting = Setting.counted(global_batch=8, micro_batch=8)
     work = workload(GPT, setting)
     forward = GPT.layers * flops(work.layer.forward) + flops(work.last.forward)
     scores = GPT.layers * 2 * GPT.seq * GPT.hidden * work.tokens  # the causal half of them is not computed
@@ -124,8 +125,7 @@ def test_the_device_does_no_less_than_the_flops() -> None:
 
 
 def test_what_recompute_costs_and_saves() -> None:
-    setting = Setting(global_batch=8, micro_batch=8)
-    steps = {r: foresee(GPT, replace(setting, recompute=r), "H100") for r in ("none", "selective", "per-op", "full")}
+    steps = {r: foresee(GPT, Setting.counted(8, 8, recompute=r), "H100") for r in ("none", "selective", "per-op", "full")}
     time = [steps[r].seconds for r in ("none", "selective", "per-op", "full")]
     held = [steps[r].peak_memory.activations for r in ("none", "selective", "full")]
     assert time == sorted(time)
@@ -135,25 +135,25 @@ def test_what_recompute_costs_and_saves() -> None:
 
 def test_a_degree_that_heads_do_not_divide_shards_the_rest() -> None:
     """Of 16 heads none is shared by three devices; feed-forwards are, in uneven slices."""
-    two, three, four = (foresee(GPT, Setting(global_batch=8, tp=n), f"{n}xH100").peak_memory.params for n in (2, 3, 4))
+    two, three, four = (foresee(GPT, Setting.counted(global_batch=8, tp=n), f"{n}xH100").peak_memory.params for n in (2, 3, 4))
     assert four < two and four < three
 
 
 def test_zero_shards_what_it_says() -> None:
-    held = [foresee(GPT, Setting(global_batch=8, dp=8, zero=z), "8xH100").peak_memory for z in range(4)]
+    held = [foresee(GPT, Setting.counted(global_batch=8, dp=8, zero=z), "8xH100").peak_memory for z in range(4)]
     assert held[1].optimizer == pytest.approx(held[0].optimizer / 8)
     assert held[2].grads == pytest.approx(held[1].grads / 8)
     assert held[3].params == pytest.approx(held[2].params / 8)
 
 
 def test_more_copies_cost_only_the_gradients() -> None:
-    one = foresee(GPT, Setting(global_batch=4), "H100")
-    many = foresee(GPT, Setting(global_batch=32, dp=8, overlap_grads=False), "8xH100")
+    one = foresee(GPT, Setting.counted(global_batch=4), "H100")
+    many = foresee(GPT, Setting.counted(global_batch=32, dp=8, overlap_grads=False), "8xH100")
     assert many.seconds - one.seconds == pytest.approx(many.causes["dp"], rel=0.02)
 
 
 def test_a_large_cluster_costs_no_more_to_simulate() -> None:
-    setting = Setting(global_batch=2048, tp=8, pp=16, dp=128, zero=1, sequence_parallel=True, schedule="interleaved", virtual=7)
+    setting = Setting.counted(global_batch=2048, tp=8, pp=16, dp=128, zero=1, sequence_parallel=True, schedule="interleaved", virtual=7)
     step = simulate(captured_stack("llama3-405b", "bf16")[0].work(setting), setting, cluster("2048x8xH100"))
     assert len(step.timeline.tasks) < 10_000
     assert 0.2 < step.mfu < 0.5
@@ -163,7 +163,7 @@ def test_a_large_cluster_costs_no_more_to_simulate() -> None:
 @pytest.mark.parametrize(("place", "turns"), [("16x1xH100", True), ("4x4xH100", False)])
 def test_collectives_on_one_link_take_turns(place: str, turns: bool) -> None:
     """Between single devices tensor and data parallelism share the network; in nodes of four each has its own link."""
-    setting = Setting(global_batch=4, tp=4, dp=4, zero=3)
+    setting = Setting.counted(global_batch=4, tp=4, dp=4, zero=3)
     made = cluster(place)
     walker = Walk(Costs(made, made.device, setting.place))
     first = walker.carry(Collective("all_gather", 2**24, "data"), "dp", 0.0)
@@ -174,21 +174,21 @@ def test_collectives_on_one_link_take_turns(place: str, turns: bool) -> None:
 
 def test_a_stage_on_slower_devices_is_priced_by_them() -> None:
     """Two kinds in one cluster: the pipeline's second half on the slower one sets the pace, and the trace shows which stage."""
-    setting = Setting(global_batch=32, pp=2, dp=8)
+    setting = Setting.counted(global_batch=32, pp=2, dp=8)
     fast, mixed, slow = (foresee(GPT, setting, p) for p in ("2x8xH100", "8xH100+8xA100", "2x8xA100"))
     assert fast.seconds < mixed.seconds < slow.seconds
     assert mixed.timeline.busy("stage 1") > 1.5 * mixed.timeline.busy("stage 0")
 
 
 def test_the_slower_device_sets_the_pace() -> None:
-    setting = Setting(global_batch=32, dp=16)
+    setting = Setting.counted(global_batch=32, dp=16)
     mixed, slow, fast = (foresee(GPT, setting, place) for place in ("1x8xH100+1x8xA100", "2x8xA100", "2x8xH100"))
     assert fast.seconds < mixed.seconds
     assert mixed.seconds == pytest.approx(slow.seconds, rel=0.05)
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
-    setting = Setting(global_batch=32, pp=2, dp=8)
+    setting = Setting.counted(global_batch=32, pp=2, dp=8)
     mixed = foresee(GPT, setting, "1x8xH100+1x8xA100")
     assert mixed.seconds > foresee(GPT, setting, "2x8xH100").seconds
     assert mixed.timeline.busy("stage 1") > 1.3 * mixed.timeline.busy("stage 0")
@@ -197,7 +197,7 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """As 126 layers are run in 16 x 8 chunks: shorter than 16 x 7, whose busiest stages hold one layer more."""
     model = replace(GPT, layers=14)
-    way = Setting(global_batch=32, pp=4, virtual=4, schedule="interleaved")
+    way = Setting.counted(global_batch=32, pp=4, virtual=4, schedule="interleaved")
     apart, less = foresee(model, way, "4xH100"), foresee(model, replace(way, virtual=3), "4xH100")
     assert apart.seconds < less.seconds and max(m.params for m in apart.memory) <= max(m.params for m in less.memory)
 
@@ -212,26 +212,26 @@ def test_layers_are_shared_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "place", "says"),
+    ("given", "place", "says"),
     [
-        (Setting(global_batch=8, dp=4), "8xH100", "try     --dp 8"),
-        (Setting(global_batch=7, dp=8), "8xH100", "try     --batch 8"),
-        (Setting(global_batch=32, pp=32), "32xH100", "pp x virtual at most 24"),
-        (Setting(global_batch=8, virtual=2), "H100", "try     --schedule interleaved"),
-        (Setting(global_batch=8, recompute="some"), "H100", "none or selective or per-op or full"),
-        (Setting(global_batch=8, zero=4), "H100", "ZeRO has stages 0 to 3"),
-        (Setting(global_batch=8, dp=8, ep=2), "8xH100", "a model with experts"),
-        (Setting(global_batch=8, dp=2, tp=3), "8xH100", "try     --tp 2 --dp 4"),
-        (Setting(global_batch=8, dp=1, pp=3), "8xH100", "try     --pp 2 --dp 4"),
-        (Setting(global_batch=8, pp=0), "8xH100", "pp of 1 or more"),
-        (Setting(global_batch=-8), "H100", "global batch of 1 or more"),
-        (Setting(global_batch=8, micro_batch=0), "H100", "micro batch of 1 or more"),
-        (Setting(global_batch=8, dtype="int8"), "H100", "no dtype named 'int8'"),
+        ({"global_batch": 8, "dp": 4}, "8xH100", "try     --dp 8"),
+        ({"global_batch": 7, "dp": 8}, "8xH100", "try     --batch 8"),
+        ({"global_batch": 32, "pp": 32}, "32xH100", "pp x virtual at most 24"),
+        ({"global_batch": 8, "virtual": 2}, "H100", "try     --schedule interleaved"),
+        ({"global_batch": 8, "recompute": "some"}, "H100", "none or selective or per-op or full"),
+        ({"global_batch": 8, "zero": 4}, "H100", "ZeRO has stages 0 to 3"),
+        ({"global_batch": 8, "dp": 8, "ep": 2}, "8xH100", "a model with experts"),
+        ({"global_batch": 8, "dp": 2, "tp": 3}, "8xH100", "try     --tp 2 --dp 4"),
+        ({"global_batch": 8, "dp": 1, "pp": 3}, "8xH100", "try     --pp 2 --dp 4"),
+        ({"global_batch": 8, "pp": 0}, "8xH100", "pp of 1 or more"),
+        ({"global_batch": -8}, "H100", "global batch of 1 or more"),
+        ({"global_batch": 8, "micro_batch": 0}, "H100", "micro batch of 1 or more"),
+        ({"global_batch": 8, "dtype": "int8"}, "H100", "no dtype named 'int8'"),
     ],
 )
-def test_what_cannot_be_run(setting: Setting, place: str, says: str) -> None:
+def test_what_cannot_be_run(given: dict[str, Any], place: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
-        foresee(GPT, setting, place)
+        foresee(GPT, Setting.counted(**given), place)
     assert says in str(caught.value)
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_run(setting: Setting, place: str, says: str) -> None:
 
 
 def test_advice_was_tried() -> None:
-    setting = Setting(global_batch=64, micro_batch=8, dp=8)
+    setting = Setting.counted(global_batch=64, micro_batch=8, dp=8)
     place = cluster("8xH100")
     model = replace(GPT, layers=64)
     answer = fit(sized_stack(model, setting.dtype), setting, place)
@@ -253,33 +253,33 @@ def test_advice_was_tried() -> None:
 def test_what_needs_several_changes_or_more_nodes_is_told() -> None:
     """A model whose state alone fills eight devices has an answer too, and two changes are told where one is not enough."""
     model = replace(GPT, layers=48, hidden=8192, heads=64)
-    far = fit(sized_stack(model, "bf16"), Setting(global_batch=8, dp=8), cluster("8xA100-40"))
+    far = fit(sized_stack(model, "bf16"), Setting.counted(global_batch=8, dp=8), cluster("8xA100-40"))
     assert not far.fits and far.largest == 0 and far.changes
     assert all(c.says.startswith("--cluster 2x8xA100-40 ") or c.says.startswith("--cluster 4x8xA100-40 ") for c in far.changes)
     assert all(c.cluster.devices == c.setting.devices and c.step.peak_memory.total <= far.memory for c in far.changes)
-    near = fit(sized_stack(replace(GPT, layers=64, seq=8192), "bf16"), Setting(global_batch=8, dp=8, tp=1), cluster("8xH100"))
+    near = fit(sized_stack(replace(GPT, layers=64, seq=8192), "bf16"), Setting.counted(global_batch=8, dp=8, tp=1), cluster("8xH100"))
     assert near.changes and all("--cluster" not in c.says for c in near.changes)
 
 
 def test_bytes_alone_are_those_of_the_step() -> None:
-    setting, place = Setting(global_batch=16, dp=2, pp=4), cluster("8xH100")
+    setting, place = Setting.counted(global_batch=16, dp=2, pp=4), cluster("8xH100")
     step = foresee(GPT, setting, "8xH100")
     assert held(workload(GPT, setting), setting, place) == step.peak_memory.total == pytest.approx(sum(step.peak_memory.parts().values()))
 
 
 def test_the_largest_batch_is_the_largest() -> None:
-    setting, place = Setting(global_batch=1), cluster("H100")
+    setting, place = Setting.counted(global_batch=1), cluster("H100")
     largest = fit(sized_stack(GPT, "bf16"), setting, place).largest
     assert largest > 1
-    assert fit(sized_stack(GPT, "bf16"), replace(setting, global_batch=largest, micro_batch=largest), place).fits
-    assert not fit(sized_stack(GPT, "bf16"), replace(setting, global_batch=largest + 1, micro_batch=largest + 1), place).fits
+    assert fit(sized_stack(GPT, "bf16"), Setting.counted(largest, largest), place).fits
+    assert not fit(sized_stack(GPT, "bf16"), Setting.counted(largest + 1, largest + 1), place).fits
 
 
 # --- records
 
 
 def test_weight_gradients_may_wait() -> None:
-    block = workload(GPT, Setting()).layer
+    block = workload(GPT, Setting.counted()).layer
     early, late = split_weight(block.backward())
     assert len(late) == 4
     assert flops(early) + flops(late) == pytest.approx(flops(block.backward()))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weft.core.errors import PlanError
 from weft.plan.rewritten import Move
 from weft.plan.schedules import SCHEDULES
-from weft.plan.setting import AGAIN, Setting
-from weft.plan.spec import DECIDED, Spec
+from weft.plan.setting import Setting
+from weft.plan.spec import AGAIN, DECIDED, Spec
 from weft.rewrite.search import Use
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,6}(\.[a-z0-9_*]{1,5}){0,2}", fullmatch=True)
@@ -66,11 +66,11 @@ def test_what_is_open_is_told(names: set[str], degree: int, flag: bool) -> None:
     assert spec.allows(other) and (("tp" in names) == spec.allows(Spec(**{**said, "tp": degree + 1, **{k: getattr(spec, k) for k in ("sp", "zero")}})))
 
 
-def test_a_setting_counts_experts_among_copies() -> None:
-    s = Setting(global_batch=64, micro_batch=2, dp=8, ep=4, tp=2, pp=2, zero=1, recompute="full", schedule="zero-bubble", overlap_tp=True)
-    spec = Spec.of(s)
+def test_a_setting_is_counted_as_other_systems_count() -> None:
+    s = Setting.counted(global_batch=64, micro_batch=2, dp=8, ep=4, tp=2, pp=2, zero=1, recompute="full", schedule="zero-bubble", overlap_tp=True)
+    spec = s.spec
     assert str(spec) == "dp2,ep4,tp2,pp2,zero-bubble,zero1,micro4,async-tp,recompute"
-    assert spec.setting(global_batch=64) == s
+    assert Setting.of(spec, global_batch=64) == s and (s.replicas, s.micro_batch) == (8, 2)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_what_is_no_plan_is_refused(words: str, says: str) -> None:
 
 def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(PlanError, match="a multiple of dp x micro-batches = 6"):
-        Spec.parse("dp2,micro3").setting(global_batch=8)
+        Setting.of(Spec.parse("dp2,micro3"), global_batch=8)

@@ -12,7 +12,8 @@ from weft.cluster.spec import cluster
 from weft.cost.price import Costs
 from weft.plan.planner import Request
 from weft.plan.search import Found, Search
-from weft.plan.setting import OFFLOAD, OFFLOADED, RECOMPUTE, Setting
+from weft.plan.setting import Setting
+from weft.plan.spec import OFFLOAD, OFFLOADED, RECOMPUTE
 from weft.plan.stage_partitioner import WAYS, Measure, Point, Times, blocks_of, least_more, spread
 
 
@@ -22,7 +23,7 @@ def search() -> Search:
 
 
 def setting(search: Search, **changes: object) -> Setting:
-    base = Setting(
+    base = Setting.counted(
         global_batch=search.problem.batch, micro_batch=2, dp=2, tp=2, pp=4, zero=1, recompute="mixed", overlap_sends=True, dtype="fp16"
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -36,7 +37,7 @@ def cut(search: Search, s: Setting, measure: Measure | None = None) -> Found:
 
 def test_stages_hold_every_half_layer_once(search: Search) -> None:
     found = cut(search, setting(search))
-    names = [(name, n) for stage in found.stages for name, _, n in stage]
+    names = [(name, n) for stage in found.setting.stages for name, _, n in stage]
     halves = [sum(n for name, n in names if name == half) for half in ("attention", "ffn")]
     assert halves[0] == halves[1]
     assert sum(n for name, n in names if name == "layer") + halves[0] == search.problem.depth
@@ -56,7 +57,7 @@ def test_little_memory_is_met_by_running_more_again() -> None:
 
 
 def ways(found: Found) -> set[str]:
-    return {way for stage in found.stages for _, way, _ in stage}
+    return {way for stage in found.setting.stages for _, way, _ in stage}
 
 
 def test_the_host_keeps_layers_where_that_is_faster(search: Search) -> None:
@@ -66,7 +67,7 @@ def test_the_host_keeps_layers_where_that_is_faster(search: Search) -> None:
     both, alone = cut(tight, s), cut(tight, s, Measure(host=False))
     assert OFFLOAD in ways(both) and not ways(alone) & {*OFFLOADED}
     assert both.seconds < alone.seconds and both.memory <= tight.memory
-    step = tight.step(s, both.layers, both.stages)
+    step = tight.step(both.setting)
     assert step.hidden["host"] > 0 and step.causes.get("host", 0.0) < 0.02 * step.seconds
 
 
@@ -106,7 +107,7 @@ def test_a_number_of_whole_layers_is_the_same_on_every_stage(search: Search) -> 
     tight = Search(search.problem)
     tight.__dict__["memory"] = cut(search, setting(search)).memory * 0.85
     found = cut(tight, setting(search), Measure(("none", "full"), free=False))
-    again = {sum(n for name, way, n in stage if name == "layer" and way == "full") for stage in found.stages}
+    again = {sum(n for name, way, n in stage if name == "layer" and way == "full") for stage in found.setting.stages}
     assert len(again) == 1 and again != {0}
 
 
@@ -115,7 +116,7 @@ def test_interleaved_stages_are_mixed_too(search: Search) -> None:
     s = setting(search, schedule="interleaved", virtual=2)
     tight.__dict__["memory"] = cut(search, s).memory * 0.85
     found = cut(tight, s)
-    assert len(found.stages) == 8
+    assert len(found.setting.stages) == 8
     assert found.memory <= tight.memory
 
 

@@ -31,8 +31,8 @@ def staged(plan: Plan) -> Plan:
         (("first", "none", 1), ("layer", "activation", 1), ("layer", "none", 1), ("attention", "none", 1)),
         (("ffn", "full", 1), ("layer", "full", 1), ("last", "none", 1)),
     )
-    setting = Setting(global_batch=8, pp=2, recompute="mixed", schedule="zero-bubble")
-    return replace(plan, setting=setting, layers=(2, 1), stages=stages)
+    setting = Setting.counted(global_batch=8, pp=2, recompute="mixed", schedule="zero-bubble")
+    return replace(plan, setting=replace(setting, stages=stages))
 
 
 def test_half_layers_count(plan: Plan) -> None:
@@ -40,18 +40,17 @@ def test_half_layers_count(plan: Plan) -> None:
     assert made["layers"] == ("2.5 1.5", "of each stage; half a layer is attention or MLP")
     assert made["recompute"] == ("mixed", "the full layer in 1.5 layers, the MLP's activation in 1 layer, nothing in 1.5 layers")
     assert made["sharded"] == ("nothing", "one replica")
-    whole = replace(plan, setting=Setting(global_batch=8, pp=2), layers=(6, 6))
-    assert told(whole)["layers"] == ("6 6", "of each stage") and told(whole)["recompute"] == ("none", "all activations kept")
+    whole = replace(plan, setting=Setting.counted(global_batch=8, pp=2).with_layers((7, 5)))
+    assert told(whole)["layers"] == ("7 5", "of each stage") and told(whole)["recompute"] == ("none", "all activations kept")
 
 
 def test_one_is_one(plan: Plan) -> None:
-    once = told(replace(plan, setting=Setting(global_batch=4, dp=4, zero=1)))
+    setting = Setting.counted(global_batch=4, dp=4, zero=1)
+    once = told(replace(plan, setting=setting))
     assert once["micro-batch"] == ("1", "samples per device at a time, 1 micro-batch per step, global batch 4")
     assert once["sharded"] == ("zero1", "optimizer state sharded over replicas")
-    share = {"kind": "A100", "copies": 1, "micro_batches": 1, "micro_batch": 2}
-    assert told(replace(plan, shares=(share,)))["share"] == ("A100", "1 replica takes 1 micro-batch of 2")
-    more = {**share, "copies": 3, "micro_batches": 4}
-    assert told(replace(plan, shares=(more,)))["share"] == ("A100", "3 replicas take 4 micro-batches of 2 each")
+    assert told(replace(plan, setting=replace(setting, shares=(("A100", 1, 2, 1),))))["share"] == ("A100", "1 replica takes 1 micro-batch of 2")
+    assert told(replace(plan, setting=replace(setting, shares=(("A100", 3, 2, 4),))))["share"] == ("A100", "3 replicas take 4 micro-batches of 2 each")
 
 
 PROGRAM = """program m(dp=4, tp=2)
@@ -66,7 +65,7 @@ PROGRAM = """program m(dp=4, tp=2)
 def captured(plan: Plan, dp: str) -> Plan:
     inputs = {"param.w": {"tp": "S(1)"}, **({"batch.x": {"dp": dp}} if dp != "R" else {})}
     layouts = {"mesh": {"dp": 4, "tp": 2}, "inputs": inputs, "rules": [], "micro_batches": 2, "program": PROGRAM.format(dp=dp)}
-    return replace(plan, setting=Setting(global_batch=64, micro_batch=8, dp=4, tp=2), layouts=layouts)
+    return replace(plan, setting=Setting.counted(global_batch=64, micro_batch=8, dp=4, tp=2), layouts=layouts)
 
 
 def test_axes_of_a_program_say_what_they_cut(plan: Plan) -> None:

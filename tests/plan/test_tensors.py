@@ -54,7 +54,7 @@ def test_the_plans_own_cut_is_free_and_another_costs(layers: CapturedLayers) -> 
     assert isinstance(made, Plan) and made.setting.tp == 2 and made.predicted["layouts_ms"] == 0.0
     other = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(1)")])
     assert isinstance(other, Plan) and other.predicted["layouts_ms"] > 0 and other.step_ms > made.step_ms
-    assert other.limits["layouts"] == [f"{up}=tp:S(1)"]
+    assert other.setting.pins == (f"{up}=tp:S(1)",)
 
 
 def test_infeasible_says_without_which_pin(layers: CapturedLayers) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,12 @@ def test_stages_are_drawn_only_where_the_model_may_be_run(module: str, tmp_path:
 def test_stages_cut_to_measure_are_drawn_as_they_were_priced(tmp_path: Path) -> None:
     first = (("first", "none", 1), ("layer", "none", 5), ("attention", "full", 1))
     last = (("ffn", "none", 1), ("layer", "activation", 6), ("last", "none", 1))
-    setting = Setting(global_batch=16, micro_batch=1, dp=2, pp=2, zero=1, recompute="mixed", dtype="fp16", grad_dtype="fp32")
-    step = Search(Request("gpt2", "4xV100", 16, 256).problem(), Limits()).step(setting, (), (first, last))
+    setting = Setting.counted(global_batch=16, micro_batch=1, dp=2, pp=2, zero=1, recompute="mixed", dtype="fp16", grad_dtype="fp32")
+    setting = replace(setting, stages=(first, last))
+    step = Search(Request("gpt2", "4xV100", 16, 256).problem(), Limits()).step(setting)
     predicted = {"step_ms": step.seconds * 1e3, "tokens_per_s": 1.0, "mfu": 0.1, "memory_gb": step.peak_memory.total / 1e9, "gap": 0.0}
     none = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    f = facts(Plan("gpt2", "4xV100", 256, "time", "weft", setting, (5, 6), (), none, predicted, stages=(first, last)), tmp_path)
+    f = facts(Plan("gpt2", "4xV100", 256, "time", "weft", setting, none, predicted), tmp_path)
     assert f.views[0].lines["predicted"].seconds == pytest.approx(step.seconds)
     assert highest(f) == pytest.approx(step.peak_memory.total, rel=0.01)
     assert list(f.stages) == [5.5, 6.5]

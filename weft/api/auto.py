@@ -37,9 +37,8 @@ from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
 from weft.plan.replay import moves_of, replayed, rewritten
 from weft.plan.rewritten import Move
-from weft.plan.setting import MIXED
 from weft.plan.space import divisors
-from weft.plan.spec import Spec
+from weft.plan.spec import MIXED, Spec
 from weft.transform.noise import measured
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.updates import is_update

@@ -16,8 +16,7 @@ from weft.core.role import Role
 from weft.cost.memory import least_bytes, needed, room
 from weft.frontend.capture.micro import batch_dims_of
 from weft.ops.registry import nbytes
-from weft.plan.setting import AGAIN
-from weft.plan.spec import Spec
+from weft.plan.spec import AGAIN, Spec
 from weft.runtime.replay import is_accelerator
 
 

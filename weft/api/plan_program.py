@@ -28,7 +28,7 @@ from weft.frontend.source import load
 from weft.ops.registry import flops
 from weft.passes import Draft
 from weft.plan.explain import Reason, network_flips, scaled
-from weft.plan.plan import Plan, rounded_ms, zero_levels
+from weft.plan.plan import Plan, rounded_ms, with_groups, zero_levels
 from weft.plan.planner import Infeasible
 from weft.plan.setting import Setting
 from weft.plan.space import NODE, Limits, divisors
@@ -137,7 +137,7 @@ class Candidates:
         return any(p.ndim == 3 for p in load(self.model, device="meta").model.parameters())
 
     def setting(self, spec: Spec) -> Setting:
-        return spec.setting(global_batch=self.batch, dtype=self.dtype, overlap_sends=True)
+        return Setting.of(spec, global_batch=self.batch, dtype=self.dtype, overlap_sends=True)
 
     def best(self, objective: str = "time") -> Option:
         fit = self.pool.fitting
@@ -160,10 +160,11 @@ class Candidates:
         others = {name: rounded_ms(found.ms / 1e3) for name, found in systems.items() if isinstance(found, Option)}
         levels = list(zero_levels(placed).values()) if placed is not None else []
         setting = self.setting(replace(spec, zero=max(levels, key=lambda z: (levels.count(z), z))) if levels else spec)
+        layouts = self._layouts(best.plan, spec, placed)
         origin = next((name for name, found in systems.items() if found is self.pool.options[best.plan]), "weft")
         made = Plan(
-            self.model, self.cluster.text, self.seq, objective, origin, setting, (), (), self.limits.data(), {}, others,
-            {name: why for name, why in systems.items() if isinstance(why, str)}, spec.stages, self._layouts(best.plan, spec, placed),
+            self.model, self.cluster.text, self.seq, objective, origin, with_groups(setting, layouts), self.limits.data(), {}, others,
+            {name: why for name, why in systems.items() if isinstance(why, str)}, layouts,
         )  # fmt: skip
         seen = predict(as_built(made.spec, placed), self.pool.where) if placed is not None else self.seen(best.plan)
         seconds, work = seen.step_ms / 1e3, sum(map(flops, self.pool.captured.program.nodes))

@@ -23,8 +23,7 @@ from weft.plan.pins import Pin
 from weft.plan.place import Placements, PlacingOptions
 from weft.plan.plan import Plan, load, step_of
 from weft.plan.replay import rewritten
-from weft.plan.setting import MIXED
-from weft.plan.spec import Spec
+from weft.plan.spec import MIXED, Spec
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.same_layouts import with_same_layouts
 from weft.transform.skip_nan import skip_nan
@@ -159,7 +158,7 @@ def _of_plan(plan: Plan, path: str) -> Followed:
     if text and plan.layouts.get("rules") and "moves" not in plan.layouts:
         rules = ", ".join(plan.layouts["rules"])
         raise PlanError(f"{path} does not say where rules rewrote its step", needed="the moves of its rules", found=rules, try_="plan again")
-    if text and plan.stages:
+    if text and plan.setting.stages:
         raise PlanError(f"{path} has stages of an earlier planner", needed="stages of layers, or words", found="units of a program", try_="plan again")
     spec = runnable(plan.spec, path)
     return Followed(path, spec, step_of(text) if text else None, stage_contents_of(spec))

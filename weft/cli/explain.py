@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 import typer
 
@@ -35,4 +34,4 @@ def explain(
             found.append(r)
             results().print(str(r), highlight=False, markup=False)
     if json:
-        emit({"plan": plan, "step_ms": made.step_ms, "decisions": [asdict(r) for r in found], "seconds": time.perf_counter() - began})
+        emit({"plan": plan, "step_ms": made.step_ms, "decisions": [r.data() for r in found], "seconds": time.perf_counter() - began})

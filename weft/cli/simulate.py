@@ -71,7 +71,7 @@ def simulate(
     writable(trace)
     place = spec.cluster(cluster)
     copies = dp or max(1, place.devices // max(1, tp * pp * cp))
-    setting = Setting(
+    setting = Setting.counted(
         global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
         dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_same_for_all_layers(recompute),
         schedule=schedule or (CHUNKED if virtual > 1 else PLAIN), kernels=kernels, dtype=dtype or best_dtype(place),
@@ -105,16 +105,18 @@ def simulate(
 def _same_for_all_layers(recompute: str) -> str:
     """The same recompute of every layer; a mix is what a plan makes of its own memory."""
     from weft.core.errors import PlanError
-    from weft.plan.setting import MIXED, RECOMPUTE
+    from weft.plan.spec import MIXED, RECOMPUTE
 
     if recompute == MIXED:
-        tip = "weft plan, which chooses recompute layer by layer"
-        raise PlanError("mixed recompute is for plans, not for one setting", needed=" or ".join(RECOMPUTE), found=recompute, try_=tip)
+        raise PlanError(
+            "mixed recompute is for plans, not for one setting", needed=" or ".join(word or "none" for word in RECOMPUTE), found=recompute,
+            try_="weft plan, which chooses recompute layer by layer",
+        )  # fmt: skip
     return recompute
 
 
 def _stage_rows(s: Setting) -> str:
-    return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.dp} replicas" if s.dp > 1 else "")
+    return f"{many(s.micro_batches, 'micro-batch')} of {s.micro_batch}" + (f" on each of {s.replicas} replicas" if s.replicas > 1 else "")
 
 
 def _result(setting: Setting, step: SimulatedStep, answer: Fit) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from weft.plan.space import Limits, bytes_of
 from weft.plan.spec import Spec
 
 Loss = Callable[[Any, Any], Tensor]
-SETTINGS = {"sp": "sequence_parallel", "async_tp": "overlap_tp", "gather_once": "keep_gathered", "dp": "copies", "micro": "micro_batches"}
+PINS = {"sp": "sequence_parallel", "async_tp": "overlap_tp", "gather_once": "keep_gathered", "dp": "copies", "micro": "micro_batches"}
 _count = itertools.count(1)
 
 
@@ -109,7 +109,7 @@ def _fixed(spec: Spec) -> dict[str, str]:
     """The decisions of a spec that are not open, as limits name them."""
     from weft.plan.spec import DECIDED
 
-    said = {SETTINGS.get(name, name): getattr(spec, name) for name in DECIDED if name not in spec.open}
+    said = {PINS.get(name, name): getattr(spec, name) for name in DECIDED if name not in spec.open}
     usual = {"recompute": said.get("recompute") or "none", "virtual": max(1, said.get("virtual", 1)), "micro_batches": spec.micro_batches}
     return {name: str(usual.get(name, value)).lower() for name, value in said.items()}
 

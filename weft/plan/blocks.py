@@ -121,9 +121,9 @@ class Stack:
         """What one device does for one micro-batch. Every size is a constant plus a multiple of the samples, so two numbers of samples tell
         all others."""
         self.require(s)
-        cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sequence_parallel=s.sequence_parallel and s.tp > 1, kernels=s.kernels)
+        cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, kernels=s.kernels)
         work = self._sized(cut, s.micro_batch * s.ep)
-        if s.overlap_tp and s.tp > 1:
+        if s.async_tp and s.tp > 1:
             work = _each(work, _beside)
         if s.pp > 1:  # a tied weight is on the last stage too
             work = replace(work, last=replace(work.last, params=work.last.params + work.shared))
@@ -170,7 +170,7 @@ class Stack:
         passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
         return Workload(
             self.name, placed.block("first", FIRST), layer, self.depth, last, tokens=1, model_flops=self.flops_per_token, total_params=self.params,
-            boundary=float((passed + placed.crossing) / (1 if s.sequence_parallel else s.tp)), shared=placed.shared, halves=halves,
+            boundary=float((passed + placed.crossing) / (1 if s.sp else s.tp)), shared=placed.shared, halves=halves,
             others=tuple(zip(others, short.repeats, strict=False)),
         )  # fmt: skip
 

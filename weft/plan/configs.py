@@ -15,9 +15,9 @@ from typing import Any
 from weft.core.errors import PlanError
 from weft.plan.config_text import keys_of
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES
-from weft.plan.setting import MIXED, Setting
+from weft.plan.setting import Setting
+from weft.plan.spec import MIXED, Piece
 
-Piece = tuple[str, str, int]
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "no": "fp32", "fp8": "fp8"}
 
 
@@ -27,8 +27,6 @@ class Read:
 
     form: str
     setting: Setting
-    layers: tuple[int, ...] = ()
-    stages: tuple[tuple[Piece, ...], ...] = ()
     seq: int = 0
     assumed: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -131,13 +129,13 @@ def _torchtitan(k: Keys) -> Read:
         k.taken.add("model.converters")
         dtype = "fp8"
     _asked(k, "training.enable_cpu_offload", "CPU offload is not priced")
-    setting = Setting(
+    setting = Setting.counted(
         batch, micro, dp, tp, pp, cp, ep, virtual, k.get(p + "enable_sequence_parallel", True) and tp > 1, zero, kept,
-        _titan_recompute(k, again), schedule, "compiled" if compiled else "eager", dtype, "fp32",
-        overlap_sends=True, overlap_tp=k.get("compile.enable_async_tensor_parallel", False, p + "enable_async_tensor_parallel"),
+        _titan_recompute(k, again), schedule, kernels="compiled" if compiled else "eager", dtype=dtype, overlap_sends=True,
+        overlap_tp=k.get("compile.enable_async_tensor_parallel", False, p + "enable_async_tensor_parallel"),
         batch_first=tp > 1 and micro > 1, master=DTYPES[str(k.get("training.dtype", "float32"))] == "fp32",
     )  # fmt: skip
-    return Read("torchtitan", setting, layers, seq=seq)
+    return Read("torchtitan", setting.with_layers(layers), seq)
 
 
 def _titan_recompute(k: Keys, again: str) -> str:
@@ -210,7 +208,7 @@ def _megatron(k: Keys) -> Read:
     grads = "bf16" if "grad-reduce-in-bf16" in k.of and k.get("grad-reduce-in-bf16", False) else "fp32"
     recompute, full = _megatron_recompute(k)
     flag = partial(_flag, k)
-    setting = Setting(
+    setting = Setting.counted(
         batch, micro, dp, tp, pp, cp, ep, virtual, flag("sequence-parallel") and tp > 1, zero, False, recompute, CHUNKED if virtual > 1 else PLAIN,
         dtype="fp8" if fp8 else half, grad_dtype=grads, overlap_grads=flag("overlap-grad-reduce"), overlap_params=flag("overlap-param-gather"),
         overlap_sends=virtual > 1 and not flag("no-overlap-p2p-communication"), overlap_tp=flag("tp-comm-overlap"),
@@ -220,15 +218,15 @@ def _megatron(k: Keys) -> Read:
         k.get("expert-tensor-parallel-size", tp)
     for name in ("optimizer-cpu-offload", "cpu-offloading"):
         _asked(k, name, "not priced")
-    stages = _blocks(recompute, full, layers or (depth,)) if full and depth else ()
-    return Read("megatron", setting, layers, stages, seq, model=_megatron_model(k))
+    made = replace(setting, stages=_blocks(full, layers or (depth,))) if full and depth else setting.with_layers(layers)
+    return Read("megatron", made, seq, model=_megatron_model(k))
 
 
 def _flag(k: Keys, name: str) -> bool:
     return name in k.of and bool(k.get(name, False))
 
 
-def _blocks(recompute: str, full: int, layers: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
+def _blocks(full: int, layers: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
     """Stages of which so many layers are recomputed in full."""
     ends: list[list[Piece]] = [[("layer", "full", min(full, n)), *([("layer", "none", n - full)] if n > full else [])] for n in layers]
     ends[0].insert(0, ("first", "none", 1))
@@ -315,7 +313,7 @@ def _accelerate(k: Keys) -> Read:
     dp = n["dp_replicate"] * n["dp_shard"]
     compiled = str(k.get("dynamo_config.dynamo_backend", "NO")).upper() == "INDUCTOR"
     k.assumed["micro_batch"] = "1 sample a rank, and one micro-batch: the file does not say"
-    setting = Setting(
+    setting = Setting.counted(
         dp, 1, dp, n["tp"], 1, cp, zero=zero, recompute="full" if k.get(f + "activation_checkpointing", False) else "none",
         kernels="compiled" if compiled else "eager", dtype=DTYPES[str(k.get("mixed_precision", "no"))], batch_first=n["tp"] > 1,
     )  # fmt: skip
@@ -334,7 +332,7 @@ def _accelerate_deepspeed(k: Keys) -> Read:
     k.assumed["micro_batch"] = "1 sample a rank: the file does not say"
     if d + "deepspeed_config_file" in k.of:
         k.unmodelled.append(f"{k.get(d + 'deepspeed_config_file', '')}, which holds the rest: price that file")
-    setting = Setting(dp * rounds, 1, dp, zero=k.get(d + "zero_stage", 2), kernels="eager", dtype=DTYPES[str(k.get("mixed_precision", "no"))])
+    setting = Setting.counted(dp * rounds, 1, dp, zero=k.get(d + "zero_stage", 2), kernels="eager", dtype=DTYPES[str(k.get("mixed_precision", "no"))])
     return Read("accelerate", setting, seq=k.seq)
 
 
@@ -352,7 +350,7 @@ def _huggingface(k: Keys) -> Read:
     half = next((name for name in ("bf16", "fp16", "tf32") if _flag(k, name)), "fp32")
     for name in ("output_dir", "fsdp_config.version", "bf16", "fp16", "tf32"):
         k.taken.add(name)
-    setting = Setting(
+    setting = Setting.counted(
         dp * micro * rounds, micro, dp, n["tp"], 1, n["cp"], zero=(3 if reshard else 2) if sharded and n["dp_shard"] * n["cp"] > 1 else 0,
         recompute="full" if again else "none", kernels="compiled" if k.get("torch_compile", False) else "eager", dtype=half, batch_first=n["tp"] > 1,
     )  # fmt: skip
@@ -377,7 +375,7 @@ def _deepspeed(k: Keys) -> Read:
     own = _flag(k, "bf16.bf16_master_weights_and_grads")
     _flag(k, "bf16.bf16_optimizer_states")
     k.taken.add("_comment")
-    setting = Setting(
+    setting = Setting.counted(
         batch, micro, dp, tp, 1, cp, zero=zero, kernels="compiled" if _flag(k, "compile.deepcompile") else "eager", dtype=half,
         grad_dtype=str(k.get("data_types.grad_accum_dtype", "fp32")), overlap_grads=overlap or zero == 3, overlap_params=overlap and zero == 3, master=not own,
     )  # fmt: skip
@@ -393,12 +391,12 @@ def _fsdp2(k: Keys) -> Read:
     stages: tuple[tuple[Piece, ...], ...] = ()
     if not isinstance(again, str):
         stages = ((("first", "none", 1), *(("layer", way, 1) for way in again), ("last", "none", 1)),)
-    setting = Setting(
+    setting = Setting.counted(
         dp * micro * k.get("MICRO_BATCHES", 1), micro, dp, tp, sequence_parallel=k.get("SEQUENCE_PARALLEL", False), zero=zero, keep_gathered=kept,
         recompute=again if isinstance(again, str) else MIXED, kernels="compiled" if k.get("COMPILE", False) else "eager",
         dtype=DTYPES[str(k.get("PARAM_DTYPE", "bfloat16"))], grad_dtype=DTYPES[str(k.get("REDUCE_DTYPE", "float32"))], batch_first=tp > 1 and micro > 1,
     )  # fmt: skip
-    return Read("fsdp2", setting, stages=stages, seq=k.seq)
+    return Read("fsdp2", replace(setting, stages=stages), k.seq)
 
 
 READERS: dict[str, Callable[[Keys], Read]] = {

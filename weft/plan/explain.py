@@ -7,7 +7,8 @@ sequence lengths, batches and network rates at which the best plan decides other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
@@ -17,8 +18,10 @@ from weft.plan.baselines import EVERYTHING
 from weft.plan.plan import Plan
 from weft.plan.planner import PROGRAMS, Request, settings_on_unequal
 from weft.plan.search import Found, Search, describe
-from weft.plan.setting import MIXED, Setting
+from weft.plan.setting import DECISIONS as NAMES
+from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
+from weft.plan.spec import MIXED
 from weft.plan.stages import Shared, shared
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
@@ -41,6 +44,11 @@ class Reason:
     factor: float = 0.0
     setting: Setting | None = None  # of the next best
 
+    def data(self) -> dict[str, Any]:
+        """The reason in JSON's own types."""
+        own = None if self.setting is None else {name: self.setting.named(name) for name in NAMES}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"setting": own}
+
     def __str__(self) -> str:
         name, value = self.decision.replace("_", " "), {"True": "yes", "False": "no"}.get(self.value, self.value)
         return f"{name} {value}: next best {self.other}\n    {self.ms:+,.1f} ms, {self.gb:+,.1f} GB ({self.why}); {self.flips}"
@@ -60,7 +68,7 @@ class _Not(Limits):
         if s.recompute == MIXED and not self.mixed:
             return False
         return super().allows(s, besides) and (
-            free or str(getattr(s, self.decision)) not in (self.value, MIXED)
+            free or str(s.named(self.decision)) not in (self.value, MIXED)
         )  # a mix may come out as it
 
 
@@ -76,10 +84,10 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
     problem = _problem(plan)
     limits = Limits.of(plan.limits)
     own = Search(problem, limits)
-    if plan.shares:
+    if plan.setting.shares:
         yield from explain_shares(own, plan, say)
         return
-    chosen = own.price(plan.setting, plan.layers, plan.stages)
+    chosen = own.price(plan.setting)
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
     mixed = plan.setting.recompute == MIXED
@@ -88,7 +96,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
         if decision in limits.pins:
             continue
         say(decision)
-        value = str(getattr(plan.setting, decision))
+        value = str(plan.setting.named(decision))
         other = own.narrowed(_Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed))
         found = other.best(EVERYTHING, asked.objective)
         if isinstance(found, Found):
@@ -117,7 +125,7 @@ def _why(search: Search, chosen: Found, found: Found) -> str:
 def _causes(search: Search, found: Found) -> dict[str, float]:
     s = found.setting
     few = min(s.micro_batches, 4 * s.pp)
-    step = search.step(replace(s, global_batch=s.dp * s.micro_batch * few), found.layers, found.stages)
+    step = search.step(s.in_micro_batches(few))
     once = ("dp", "optimizer", "bubble")
     return {k: v * (1 if k in once else s.micro_batches / few) for k, v in step.causes.items()}
 
@@ -161,8 +169,8 @@ def _flips(problem: PlanProblem, asked: _Alternatives, decision: str, chosen: Se
     """The first change at which the best plan decides otherwise."""
     for change in changes(problem):
         best = asked.best(change)
-        if best is not None and getattr(best.setting, decision) != getattr(chosen, decision):
-            return f"{_said(decision, getattr(best.setting, decision))} wins {change.when}", change.factor
+        if best is not None and best.setting.named(decision) != chosen.named(decision):
+            return f"{_said(decision, best.setting.named(decision))} wins {change.when}", change.factor
     return f"unchanged for sequence x{LONGER[-1]}, batch x{LARGER[-1]}, network x1/{SLOWER[0]:g} to x{SLOWER[0]:g}", 0.0
 
 
@@ -198,8 +206,8 @@ def explain_shares(search: Search, plan: Plan, say: Callable[[str], None] = lamb
         yield _of_shares(search, "shares", said_shares(chosen), chosen, even, f"equal shares, {describe(even.setting)}")
     tried = [made for made in (shared(search, s) for s in settings_on_unequal(search)) if made is not None]
     for decision in DECISIONS:
-        value = getattr(plan.setting, decision)
-        others = [m for m in tried if getattr(m.setting, decision) != value]
+        value = plan.setting.named(decision)
+        others = [m for m in tried if m.setting.named(decision) != value]
         if others and decision not in search.limits.pins:
             say(decision)
             other = min(others, key=lambda m: m.seconds)
@@ -221,7 +229,7 @@ def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tup
     def wins(rate: float) -> bool:
         there = search.of(replace(search.problem, cluster=scaled(search.cluster, rate)))
         ours = shared(there, chosen.setting)
-        theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting, other.layers, other.stages)
+        theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting)
         return ours is not None and theirs is not None and theirs.seconds < ours.seconds
 
     return network_flips(wins)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import PlanError, WeftError
-from weft.plan.configs import Read, read
+from weft.plan.configs import read
 from weft.plan.partition import share
 from weft.plan.plan import Plan
-from weft.plan.setting import MIXED, OFFLOADED, Setting
+from weft.plan.setting import DECISIONS, Setting
+from weft.plan.spec import MIXED, OFFLOADED, SIZES
 from weft.plan.summaries import summary
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8": "bfloat16"}
 TITAN_BASE = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3-405b": "llama3_405b"}
-HALVES = ("attention", "ffn")
 WHY = {
     ("torchtitan", "schedule"): "torch has no such schedule with one chunk a stage",
     ("torchtitan", "recompute"): "its selective keeps attention and every second matmul, its full nothing, the same for all layers",
@@ -53,7 +53,7 @@ def known_form(form: str) -> None:
 
 def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
     """What of a plan a form cannot say, in words."""
-    found = [f"unequal shares of the batch: {', '.join(str(x['kind']) for x in plan.shares)}"] if plan.shares else []
+    found = [f"unequal shares of the batch: {', '.join(kind for kind, *_ in plan.setting.shares)}"] if plan.setting.shares else []
     found += [f"how {len(held)} tensors are sharded, each by itself"] if (held := plan.layouts.get("inputs")) else []
     found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
     if form == "megatron" and plan.setting.kernels != "classic" and set(_ways(plan)) & {"selective", "activation"}:
@@ -70,49 +70,40 @@ def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
 def lost(plan: Plan, form: str, text: str = "") -> dict[str, tuple[Any, Any]]:
     """Each decision that does not come back from the text of a form, with what comes back."""
     back = read(text or write(plan, form), form, plan.setting.devices, max(1, plan.seq), depth_of(plan))
-    ours, theirs = decisions(plan.setting, plan.layers, plan.stages, depth_of(plan)), decided(back, depth_of(plan))
+    ours, theirs = (decisions(s, depth_of(plan)) for s in (plan.setting, back.setting))
     return {name: (value, theirs.get(name)) for name, value in ours.items() if theirs.get(name) != value}
 
 
-def decided(found: Read, depth: int) -> dict[str, Any]:
-    return decisions(found.setting, found.layers, found.stages, depth)
-
-
-def decisions(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> dict[str, Any]:
+def decisions(s: Setting, depth: int) -> dict[str, Any]:
     """What is decided, without what does not matter next to it; recompute of each stage where layers differ."""
-    ways = [Counter() for _ in stages]  # type: list[Counter[str]]
-    for ways_of, stage in zip(ways, stages, strict=True):
+    ways = [Counter() for _ in s.stages]  # type: list[Counter[str]]
+    for ways_of, stage in zip(ways, s.stages, strict=True):
         for name, way, n in stage:
-            ways_of[way] += _size(name) * n  # type: ignore[assignment]
+            ways_of[way] += SIZES.get(name, 0.0) * n  # type: ignore[assignment]
     kinds = {way for stage in ways for way, n in stage.items() if n}
-    again: Any = s.recompute
+    again: Any = s.named("recompute")
     if s.recompute == MIXED:
         again = min(kinds) if len(kinds) == 1 else tuple(tuple(sorted((w, n) for w, n in stage.items() if n)) for stage in ways)
-    made = {f.name: getattr(_plain(s), f.name) for f in fields(Setting)}
-    return {**made, "recompute": again, "layers": _counts(s, layers, stages, depth)}
+    plain = _plain(s)
+    made = {name: plain.named(name) for name in DECISIONS}
+    return {**made, "recompute": again, "layers": _counts(s, depth)}
 
 
 def _plain(s: Setting) -> Setting:
     """With what cannot matter left at its default."""
     base = Setting()
-    free = [(s.tp == 1, ("sequence_parallel", "overlap_tp")), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
-    free += [(s.size("data") == 1, ("zero", "overlap_grads", "keep_gathered")), (not s.sequence_parallel or s.tp == 1 or s.micro_batch == 1, ("batch_first",))]
-    free += [(s.zero != 3 or s.micro_batches == 1, ("keep_gathered",)), (s.zero == 0 or s.size("data") == 1, ("overlap_params",))]
+    free = [(s.tp == 1, ("sp", "async_tp")), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
+    free += [(s.size("data") == 1, ("zero", "overlap_grads", "gather_once")), (not s.sp or s.tp == 1 or s.micro_batch == 1, ("batch_first",))]
+    free += [(s.zero != 3 or s.micro_batches == 1, ("gather_once",)), (s.zero == 0 or s.size("data") == 1, ("overlap_params",))]
     free += [(s.dtype in ("fp32", "tf32"), ("master", "grad_dtype"))]
     return replace(s, **{name: getattr(base, name) for off, names in free if off for name in names})
 
 
-def _size(block: str) -> float:
-    return 0.5 if block in HALVES else float(block == "layer")
-
-
-def _counts(s: Setting, layers: Sequence[float], stages: Sequence[Sequence[tuple[str, str, int]]], depth: int) -> tuple[float, ...]:
+def _counts(s: Setting, depth: int) -> tuple[float, ...]:
     """Layers of each virtual stage; nothing is known of an even split where the depth is not."""
     if s.pp == 1:
         return ()
-    if stages:
-        return tuple(sum(_size(name) * n for name, _, n in stage) for stage in stages)
-    return tuple(map(float, layers or (share(depth, s.pp * s.virtual) if depth else ())))
+    return s.layers or tuple(map(float, share(depth, s.virtual_stages) if depth else ()))
 
 
 def _whole(counts: Sequence[float]) -> list[int]:
@@ -131,7 +122,7 @@ def depth_of(plan: Plan) -> int:
     """Layers of the model, 0 where only its module tells."""
     from weft.plan.transformer import is_transformer, shape
 
-    counts = _counts(plan.setting, plan.layers, plan.stages, 0) or plan.layers
+    counts = plan.setting.layers
     try:
         return int(sum(counts)) if counts else shape(plan.model).layers if is_transformer(plan.model) else 0
     except WeftError:
@@ -145,12 +136,12 @@ def _ways(plan: Plan) -> list[str]:
 
 def _asked(plan: Plan) -> list[str]:
     if plan.setting.recompute != MIXED:
-        return [plan.setting.recompute]
+        return [plan.setting.again or "none"]
     found, at = [], 0.0
-    for name, again, n in (piece for stage in plan.stages for piece in stage):
-        for _ in range(n if _size(name) else 0):
+    for name, again, n in (piece for stage in plan.setting.stages for piece in stage):
+        for _ in range(n if name in SIZES else 0):
             found += [again] if at == int(at) else []
-            at += _size(name)
+            at += SIZES[name]
     return found or ["none"]
 
 
@@ -175,7 +166,7 @@ def _hashes(comments: Sequence[str]) -> str:
 
 def _copies(s: Setting) -> tuple[int, int]:
     """Replicas, and ranks that share the state of one."""
-    return (s.dp, 1) if s.zero == 0 and s.ep == 1 else (1, s.dp)
+    return (s.dp, 1) if s.zero == 0 and s.ep == 1 else (1, s.replicas)
 
 
 def _torchtitan(plan: Plan, comments: Sequence[str]) -> str:
@@ -184,17 +175,17 @@ def _torchtitan(plan: Plan, comments: Sequence[str]) -> str:
     replicate, shard = _copies(s)
     options: dict[str, Any] = {
         "parallelism.data_parallel_replicate_degree": replicate, "parallelism.data_parallel_shard_degree": shard,
-        "parallelism.fsdp_reshard_after_forward": "always" if s.zero == 3 and not s.keep_gathered else "never",
-        "parallelism.tensor_parallel_degree": s.tp, "parallelism.enable_sequence_parallel": s.sequence_parallel,
+        "parallelism.fsdp_reshard_after_forward": "always" if s.zero == 3 and not s.gather_once else "never",
+        "parallelism.tensor_parallel_degree": s.tp, "parallelism.enable_sequence_parallel": s.sp,
         "parallelism.context_parallel_degree": s.cp, "parallelism.expert_parallel_degree": s.ep, "parallelism.pipeline_parallel_degree": s.pp,
         "training.num_tokens_per_microbatch_per_dp_rank": s.micro_batch * seq, "training.num_tokens_per_train_step": s.global_batch * seq,
         "training.max_context_length": seq, "training.dtype": "float32" if s.master or s.dtype != "bf16" else "bfloat16",
         "training.mixed_precision_param": "float32" if s.dtype in ("fp32", "tf32") else "bfloat16",
-        "compile.enable": s.kernels == "compiled", "compile.enable_async_tensor_parallel": s.overlap_tp and s.kernels == "compiled",
+        "compile.enable": s.kernels == "compiled", "compile.enable_async_tensor_parallel": s.async_tp and s.kernels == "compiled",
     }  # fmt: skip
     if s.pp > 1:
         options |= {"parallelism.pipeline_parallel_schedule": s.pipeline.titan, "parallelism.num_pp_microbatches": s.micro_batches}
-        parts = _parts(_whole(_counts(s, plan.layers, plan.stages, depth_of(plan))))
+        parts = _parts(_whole(_counts(s, depth_of(plan))))
         options |= {"parallelism.module_fqns_per_model_part": parts} if parts else {}
     policy = {"none": "None", "per-op": "SelectiveAC.Config()", "full": "FullAC.Config()"}[_one_way(plan, ("none", "per-op", "full"))]
     base = TITAN_BASE.get(plan.model)
@@ -231,15 +222,15 @@ def _megatron(plan: Plan, comments: Sequence[str]) -> str:
         options["seq-length"] = plan.seq
     if depth_of(plan):
         options["num-layers"] = depth_of(plan)
-    if s.pp > 1 and (counts := _whole(_counts(s, plan.layers, plan.stages, depth_of(plan)))):
+    if s.pp > 1 and (counts := _whole(_counts(s, depth_of(plan)))):
         cells = [f"{'E' * (i == 0)}{'t' * n}{'L' * (i == len(counts) - 1)}" for i, n in enumerate(counts)]
         options["pipeline-model-parallel-layout"] = "'" + "|".join(cells) + "'"
-    elif s.virtual > 1 and s.pp > 1:
-        options["num-virtual-stages-per-pipeline-rank"] = s.virtual
+    elif s.chunks > 1 and s.pp > 1:
+        options["num-virtual-stages-per-pipeline-rank"] = s.chunks
     flags = {
-        "sequence-parallel": s.sequence_parallel and s.tp > 1, "tp-comm-overlap": s.overlap_tp, "use-distributed-optimizer": s.zero == 1,
+        "sequence-parallel": s.sp and s.tp > 1, "tp-comm-overlap": s.async_tp, "use-distributed-optimizer": s.zero == 1,
         "use-megatron-fsdp": s.zero >= 2, "overlap-grad-reduce": s.overlap_grads, "overlap-param-gather": s.overlap_params and s.overlap_grads and s.zero > 0,
-        "no-overlap-p2p-communication": not s.overlap_sends and s.virtual > 1, "bf16": s.dtype in ("bf16", "fp8"), "fp16": s.dtype == "fp16",
+        "no-overlap-p2p-communication": not s.overlap_sends and s.chunks > 1, "bf16": s.dtype in ("bf16", "fp8"), "fp16": s.dtype == "fp16",
         "grad-reduce-in-bf16": s.grad_dtype == "bf16" and s.dtype in ("bf16", "fp8"),
     }  # fmt: skip
     if s.zero >= 2:
@@ -254,7 +245,7 @@ def _megatron(plan: Plan, comments: Sequence[str]) -> str:
 def _megatron_recompute(plan: Plan) -> dict[str, Any]:
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     if plan.setting.recompute == MIXED:
-        full = {sum(int(_size(name) * n) for name, again, n in stage if again in ("full", *OFFLOADED)) for stage in plan.stages}
+        full = {sum(int(SIZES.get(name, 0) * n) for name, again, n in stage if again in ("full", *OFFLOADED)) for stage in plan.setting.stages}
         ways = set(_ways(plan))
         if len(full) == 1 and ways == {"none", "full"} and min(full):
             return {**block, "recompute-num-layers": min(full)}
@@ -277,7 +268,7 @@ def _accelerate(plan: Plan, comments: Sequence[str]) -> str:
     }  # fmt: skip
     if _sharded(s):
         top["fsdp_config"] = {
-            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": s.zero == 3 and not s.keep_gathered,
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": s.zero == 3 and not s.gather_once,
             "fsdp_activation_checkpointing": _one_way(plan, ("none", "full")) == "full",
         }  # fmt: skip
         top["parallelism_config"] = {f"parallelism_config_{k}": v for k, v in _hf_sizes(s).items()}
@@ -291,7 +282,7 @@ def _by_hand(s: Setting) -> list[str]:
 
 
 def _hf_sizes(s: Setting) -> dict[str, int]:
-    replicate, shard = _copies(s) if s.tp == 1 and s.cp == 1 else (1, s.dp)
+    replicate, shard = _copies(s) if s.tp == 1 and s.cp == 1 else (1, s.replicas)
     return {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": s.tp, "cp_size": s.cp}
 
 
@@ -311,7 +302,7 @@ def _huggingface(plan: Plan, comments: Sequence[str]) -> str:
         "fp16": s.dtype == "fp16", "tf32": s.dtype == "tf32", "torch_compile": s.kernels == "compiled",
     }  # fmt: skip
     if _sharded(s):
-        words |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": s.zero == 3 and not s.keep_gathered, "activation_checkpointing": again}}
+        words |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": s.zero == 3 and not s.gather_once, "activation_checkpointing": again}}
     else:
         words["gradient_checkpointing"] = again
     sizes = ", ".join(f"{k}={v}" for k, v in _hf_sizes(s).items())
@@ -348,8 +339,8 @@ def _fsdp2(plan: Plan, comments: Sequence[str]) -> str:
     known = {"activation": "per-op", "selective": "per-op", "ffn": "full"}
     again = [known.get(w, w) for w in ways]
     constants = {
-        "DP": s.dp, "TP": s.tp, "SEQUENCE_PARALLEL": s.sequence_parallel and s.tp > 1, "REPLICATE": replicate > 1,
-        "RESHARD_AFTER_FORWARD": s.zero == 3 and not s.keep_gathered, "KEEP_GATHERED": s.keep_gathered,
+        "DP": s.replicas, "TP": s.tp, "SEQUENCE_PARALLEL": s.sp and s.tp > 1, "REPLICATE": replicate > 1,
+        "RESHARD_AFTER_FORWARD": s.zero == 3 and not s.gather_once, "KEEP_GATHERED": s.gather_once,
         "RECOMPUTE": again[0] if len(set(again)) == 1 else again, "MICRO_BATCH": s.micro_batch, "MICRO_BATCHES": s.micro_batches,
         "PARAM_DTYPE": TORCH_DTYPE[s.dtype], "REDUCE_DTYPE": TORCH_DTYPE[s.grad_dtype], "COMPILE": s.kernels == "compiled",
     }  # fmt: skip

@@ -13,11 +13,12 @@ from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError, WeftError
 from weft.plan.memory import Memory
-from weft.plan.setting import RECOMPUTE, Setting
+from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, memory_of, simulate
 from weft.plan.sizes import STATE, Model
 from weft.plan.space import PlannedModel as Planned
 from weft.plan.space import divisors
+from weft.plan.spec import RECOMPUTE
 
 TOGETHER = 3  # changes at once
 FLAGS = ("tp", "pp", "cp", "dp", "zero", "recompute", "micro_batch", "sequence_parallel")
@@ -63,8 +64,8 @@ def _largest(shape: Planned | Model, setting: Setting, cluster: Cluster, memory:
     """By doubling, then halving the span in between; the number of micro-batches stays."""
 
     def fits(size: int) -> bool:
-        batch = size * setting.dp * setting.micro_batches
-        return _fits(shape, replace(setting, micro_batch=size, global_batch=batch), cluster, memory)
+        batch = size * setting.replicas * setting.micro_batches
+        return _fits(shape, replace(setting, global_batch=batch), cluster, memory)
 
     if not fits(1):
         return 0
@@ -108,29 +109,29 @@ def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) 
 
 def _leanest(s: Setting, times: int) -> Setting:
     """On so many times the devices, with the least memory that needs no other degrees."""
-    copies = s.dp * times
-    batch = -(-s.global_batch // copies) * copies
-    return replace(s, global_batch=batch, dp=copies, micro_batch=1, zero=3, recompute="full", sequence_parallel=s.tp > 1)
+    copies = s.replicas * times
+    rounds = -(-s.global_batch // copies)
+    return replace(s, global_batch=rounds * copies, dp=s.dp * times, micro=rounds, zero=3, sp=s.tp > 1).recomputing("full")
 
 
 def _changes(s: Setting) -> Iterator[Setting]:
     """One thing at a time."""
-    again = RECOMPUTE[RECOMPUTE.index(s.recompute) + 1 :] if s.recompute in RECOMPUTE else ()
-    yield from (replace(s, recompute=name) for name in again)
+    again = RECOMPUTE[RECOMPUTE.index(s.again) + 1 :] if s.again in RECOMPUTE else ()
+    yield from (s.recomputing(name) for name in again)
     yield from (replace(s, zero=zero) for zero in range(s.zero + 1, 4) if s.size("data") > 1)
-    yield from (replace(s, micro_batch=n) for n in (s.micro_batch // 2, 1) if 1 <= n < s.micro_batch)
-    if s.tp > 1 and not s.sequence_parallel:
-        yield replace(s, sequence_parallel=True)
+    yield from (s.of_samples(n) for n in (s.micro_batch // 2, 1) if 1 <= n < s.micro_batch and s.global_batch % (s.replicas * n) == 0)
+    if s.tp > 1 and not s.sp:
+        yield replace(s, sp=True)
     for axis in ("tp", "pp", "cp"):
         if s.dp % 2 == 0:
-            yield replace(s, dp=s.dp // 2, **{axis: 2 * s.size(axis)})  # type: ignore[arg-type]
+            yield replace(s, dp=s.dp // 2, micro=2 * s.micro_batches, **{axis: 2 * s.size(axis)})  # type: ignore[arg-type]
 
 
 def said(a: Setting, b: Setting) -> str:
     """As options of the command, what turns a setting into another."""
     words = []
     for name in FLAGS:
-        if (value := getattr(b, name)) != getattr(a, name):
+        if (value := b.named(name)) != a.named(name):
             flag = "--" + name.replace("_", "-")
             words.append(flag if value is True else f"{flag} {value}")
     return " ".join([*words, *([f"--batch {b.global_batch}"] if b.global_batch != a.global_batch else [])])
@@ -197,8 +198,7 @@ def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
         memory = memory_of(model.work(s), s, cluster)
         if memory.total <= has:
             size = _largest(model, s, cluster, has)
-            wide = max(n for n in divisors(s.global_batch // s.dp) if n <= size)
-            s = replace(s, micro_batch=wide)
+            s = s.of_samples(max(n for n in divisors(s.global_batch // s.dp) if n <= size))
             return Answer(True, s, memory_of(model.work(s), s, cluster), has, size * s.dp)
         if least is None or memory.total < least.memory.total:
             least = Answer(False, s, memory, has, 0)
@@ -212,7 +212,8 @@ def _ways(model: Model, cluster: Cluster, batch: int, dtype: str) -> Iterator[Se
         dp = n // tp
         for again in model.recompute:
             for zero in range(4) if dp > 1 else (0,):
-                yield Setting(-(-batch // dp) * dp, 1, dp, tp, zero=zero, recompute=again, dtype=dtype, sequence_parallel=tp > 1)
+                rounds = -(-batch // dp)
+                yield Setting(dp=dp, tp=tp, micro=rounds, zero=zero, recompute=again, sp=tp > 1, global_batch=rounds * dp, dtype=dtype)
 
 
 def _near(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str]) -> Iterator[str]:

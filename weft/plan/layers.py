@@ -23,7 +23,7 @@ from functools import cached_property
 from weft.core.node import Node
 from weft.frontend.capture import Captured
 from weft.ops.registry import Kind
-from weft.plan.setting import OFFLOAD
+from weft.plan.spec import OFFLOAD
 from weft.plan.split import Cut, Forward, Region, narrow
 
 ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer

@@ -73,7 +73,7 @@ class _State:
             return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
 
         copy = 4 if setting.master and width < 4 else 0
-        whole = setting.keep_gathered
+        whole = setting.gather_once
         state = max((p.block.state for p in parts), default=8.0)
         grads = over(setting.zero >= 2 and not whole, trained, learnt) * WIDTH[setting.grad_dtype]
         params = over(setting.zero == 3 and not whole, dense, expert)
@@ -82,16 +82,16 @@ class _State:
 
 def saved(setting: Setting, block: Block) -> float:
     """Bytes of one layer that wait for its backward on the device."""
-    if block.hosted(setting.recompute):
+    if block.hosted(setting.again):
         return 0.0
-    if block.recomputes(setting.recompute) == "full" and block.kept:
+    if block.recomputes(setting.again) == "full" and block.kept:
         return block.kept
-    return block.saved - block.not_kept(setting.recompute)
+    return block.saved - block.not_kept(setting.again)
 
 
 def stays(setting: Setting, blocks: Sequence[Block]) -> float:
     """Of the last layer of a chunk, what the host would keep of another."""
-    return next((b.hosted(setting.recompute) for b in reversed(blocks) if b.kept), 0.0)
+    return next((b.hosted(setting.again) for b in reversed(blocks) if b.kept), 0.0)
 
 
 def _peak_activations(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> float:
@@ -101,9 +101,9 @@ def _peak_activations(setting: Setting, chunks: Sequence[Sequence[LayerRun]], or
 
 def _passing(setting: Setting, block: Block) -> float:
     """The layer at work: what it recomputed, what the host sent back for it and the next, and its largest buffer with that buffer's gradient."""
-    if hosted := block.hosted(setting.recompute):
-        return 2 * hosted + (block.saved if block.rerun(setting.recompute) else 0.0) + 2 * block.work
-    again = block.saved if block.recomputes(setting.recompute) == "full" and block.kept else block.not_kept(setting.recompute)
+    if hosted := block.hosted(setting.again):
+        return 2 * hosted + (block.saved if block.rerun(setting.again) else 0.0) + 2 * block.work
+    again = block.saved if block.recomputes(setting.again) == "full" and block.kept else block.not_kept(setting.again)
     return again + 2 * block.work
 
 

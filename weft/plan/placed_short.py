@@ -34,7 +34,7 @@ class PlacedShort:
     @cached_property
     def _made(self) -> tuple[Program, Mapping[Node, Node]]:
         s, p = self.setting, self.short.program
-        named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sequence_parallel and s.tp > 1)
+        named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sp and s.tp > 1)
         held, options = input_layouts(p, named, {})
         told: dict[str, Placements] = {
             f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}

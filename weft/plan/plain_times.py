@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.cost.price import Costs
 from weft.cost.work import Collective, Op
-from weft.plan.setting import MIXED, OFFLOADED, RECOMPUTE
+from weft.plan.spec import MIXED, OFFLOADED, RECOMPUTE
 from weft.plan.workload import Block, Workload, split_weight
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +25,10 @@ from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fi
 from weft.core.text import parse as parse_program
 from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
-from weft.plan.setting import AGAIN, MIXED, OFFLOADED, Setting
+from weft.plan.pins import parse_pin
+from weft.plan.setting import Setting
 from weft.plan.shares import dealt
-from weft.plan.spec import DECIDED, Piece, Spec
+from weft.plan.spec import AGAIN, DECIDED, OFFLOADED, Share, Spec
 
 VERSION = 2
 TIMES = Mapped(number(0.0))
@@ -35,9 +36,12 @@ SHARE = Record({"kind": text(), "copies": whole(1), "micro_batch": whole(1, LARG
 MOVE = Record({"rule": text(), "op": text(), "at": whole(), "way": whole(), "places": whole(), "forward": flag})
 LIMITS = Record({"max_tp": whole(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
 KINDS = {f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isinstance(f.default, int) else text() for f in fields(Setting)}
-MADE_FOR = (
-    "global_batch", "kernels", "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "batch_first", "master",
-)  # fmt: skip
+MADE_FOR = tuple(f.name for f in fields(Setting) if f not in fields(Spec))
+_COUNTED = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual", "zero")
+_BEFORE = {  # a setting of version 1, which counted experts' copies among those of data, and samples of a micro-batch
+    **dict.fromkeys(_COUNTED, whole(0, LARGE)), **dict.fromkeys(("sequence_parallel", "keep_gathered", "overlap_tp"), flag),
+    **dict.fromkeys(("recompute", "schedule"), text()), **{k: KINDS[k] for k in MADE_FOR},
+}  # fmt: skip
 STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values(), *OFFLOADED), whole()))), most=4096)
 _SPEC = {
     **{f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
@@ -62,7 +66,7 @@ _FROM = {
 }  # fmt: skip
 SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}), "predicted": FORESEEN_OF})
 OF_BEFORE = Record({
-    **_FROM, "setting": Record(KINDS), "foreseen": FORESEEN_OF, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
+    **_FROM, "setting": Record(_BEFORE), "foreseen": FORESEEN_OF, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
 })  # fmt: skip
 ZERO = ("everything replicated", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
@@ -95,10 +99,8 @@ def nine_digits(x: float) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """`layers` of each virtual stage, `shares` of the batch by kind of device where they are unequal.
-
-    `stages` name what each virtual stage is made of, (block, what it recomputes, how often), where layers differ. `layouts` of a
-    captured program: the mesh of a stage, how every input is laid out on it, and the program so placed, as text; where rules of values rewrote it,
+    """`setting` is all that is decided, and what for. `layouts` of a captured program: the
+    mesh of a stage, how every input is laid out on it, and the program so placed, as text; where rules of values rewrote it,
     the moves that did, made once matmuls are written as such. Files of before have the names of the rules alone.
     """
 
@@ -108,43 +110,19 @@ class Plan:
     objective: str
     origin: str  # `weft`, or the baseline that was best
     setting: Setting
-    layers: tuple[int, ...]
-    shares: tuple[Mapping[str, Any], ...]
     limits: Mapping[str, Any]
     predicted: Mapping[str, Any]
     baselines_ms: Mapping[str, float] = field(default_factory=dict)
     infeasible: Mapping[str, str] = field(default_factory=dict)
-    stages: tuple[tuple[tuple[str, str, int], ...], ...] = ()
     layouts: Mapping[str, Any] = field(default_factory=dict)
-    depth: int = 0  # layers that stages without `layers` share evenly; 0 where that is not said
     bound: Bound | None = field(default=None, repr=False, compare=False)
-    more: Spec = field(default_factory=Spec)  # its ring, a2a, cuts and groups: a search leaves them to others
 
     @property
     def spec(self) -> Spec:
         """All that is decided."""
         from weft.plan.replay import moves_of
 
-        s, shares = self.setting, tuple((x["kind"], x["copies"], x["micro_batch"], x["micro_batches"]) for x in self.shares)
-        pieces = (self.pieces if s.pp == 1 else None) or 0
-        more, groups, stages = self.more, self.more.groups or self._groups(), self.stages or self._alike()
-        return replace(
-            Spec.of(s), ring=more.ring, a2a=more.a2a, cuts=more.cuts, pieces=pieces, groups=groups, stages=stages, shares=shares,
-            pins=tuple(self.limits.get("layouts", ())), moves=moves_of(self.layouts),
-        )  # fmt: skip
-
-    def _alike(self) -> tuple[tuple[Piece, ...], ...]:
-        """Stages of layers that all recompute the same."""
-        from weft.plan.partition import even_layers
-
-        s = self.setting
-        counts = self.layers or (even_layers(self.depth, s.pp * s.virtual) if self.depth else ())
-        return tuple((("layer", "none" if s.recompute == MIXED else s.recompute, n),) for n in counts)
-
-    def _groups(self) -> tuple[tuple[str, int], ...]:
-        """ZeRO of the parameters that a placed program shards otherwise than most."""
-        text = self.layouts.get("program") if self.setting.dp > 1 else None
-        return tuple((bare(n), z) for n, z in zero_levels(step_of(text)).items() if z != self.setting.zero) if text else ()
+        return replace(self.setting.spec, moves=moves_of(self.layouts))
 
     def data(self) -> dict[str, Any]:
         """The plan in JSON's own types."""
@@ -152,8 +130,7 @@ class Plan:
         own |= {"spec": self.spec.data(), "given": {k: getattr(self.setting, k) for k in MADE_FOR}, "predicted": self.predicted}
         own |= {k: dict(own[k]) for k in ("limits", "predicted", "baselines_ms", "infeasible", "layouts")}
         if own["layouts"].get("moves") is not None:
-            del own["layouts"]["moves"]  # the spec has them, and pins
-        own["limits"].pop("layouts", None)
+            del own["layouts"]["moves"]  # the spec has them
         return {key: own[key] for key in SCHEMA.of}
 
     def text(self) -> str:
@@ -235,16 +212,6 @@ class Plan:
                 try_="--run-model, if you know that file and the plan",
             )  # fmt: skip
 
-    @property
-    def pieces(self) -> int | None:
-        """How many equal pieces of the batch give every copy its share, dealt by torch.chunk's rule: 0 of equal shares, None if none."""
-        if not self.shares:
-            return 0
-        taken = [int(x["micro_batch"]) * int(x["micro_batches"]) for x in self.shares for _ in range(int(x["copies"]))]
-        least = math.gcd(*taken)
-        pieces = sum(taken) // least
-        return pieces if [n * least for n in dealt(pieces, len(taken))] == taken else None
-
 
 TIP = "weft plan MODEL --cluster SPEC --out FILE"
 
@@ -276,19 +243,21 @@ def parse(text: str | bytes, where: str = "plan") -> Plan:
     return plan
 
 
-def _normal(spec: Spec) -> Spec:
-    """The spec with what follows from the rest of it said in one way."""
-    virtual = spec.virtual if spec.virtual > 1 else 0
-    return replace(spec, micro=spec.micro_batches if spec.micro_batches > 1 else 0, virtual=virtual, pieces=0 if spec.shares else spec.pieces)
-
-
 def _of_before(data: Mapping[str, Any], where: str) -> Plan:
-    """A plan of version 1."""
+    """A plan of version 1: layers of each stage and what stages are made of were told apart, shares were records, and pins were limits."""
     fit(OF_BEFORE, data, where)
     warnings.warn(f"{where} is a plan file of version 1, read as version {VERSION}; save it again to keep it", stacklevel=4)
     own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"predicted": data["foreseen"]}
+    own["limits"], pins = {**data["limits"]}, tuple(data["limits"].get("layouts", ()))
+    own["limits"].pop("layouts", None)
+    setting = Setting.counted(**data["setting"], pins=pins)
     stages = tuple(tuple((name.replace(" ", ""), again, n) for name, again, n in stage) for stage in data["stages"])
-    plan = Plan(**own, setting=Setting(**data["setting"]), layers=tuple(data["layers"]), shares=tuple(data["shares"]), stages=stages)
+    setting = replace(setting, stages=stages) if stages else setting.with_layers(data["layers"])
+    if data["shares"]:
+        setting = with_pieces(setting, [tuple(x[k] for k in SHARE.of) for x in data["shares"]])
+    plan = Plan(**own, setting=with_groups(setting, data["layouts"]))
+    if len(data["layers"]) not in (0, setting.virtual_stages):
+        raise _wrong_number("layers", where, setting, data["layers"])
     _check_parts(where, plan)
     return plan
 
@@ -300,45 +269,49 @@ def _of_data(data: Mapping[str, Any], where: str) -> Plan:
     spec.checked()
     if spec.open:
         raise PlanError(f"{where} leaves decisions open", needed="a plan", found=", ".join(sorted(spec.open)), try_="weft plan, which fills them in")
-    shares = tuple(dict(zip(SHARE.of, share, strict=True)) for share in spec.shares)
-    setting = spec.setting(**data["given"])
-    layers, stages, depth = _layers(spec, setting)
+    setting = Setting.of(replace(spec, moves=None), **data["given"])
     own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"predicted": data["predicted"]}
     own["layouts"] = {**data["layouts"], **({"moves": [m.data() for m in spec.moves]} if spec.moves is not None else {})}
-    own["limits"] = {**data["limits"], **({"layouts": list(spec.pins)} if spec.pins else {})}
-    groups = spec.groups if not data["layouts"].get("program") else ()
-    more = Spec(ring=spec.ring, a2a=spec.a2a, cuts=spec.cuts, groups=groups)
-    plan = Plan(**own, setting=setting, layers=layers, shares=shares, stages=stages, depth=depth, more=more)
+    plan = Plan(**own, setting=setting)
     _check_parts(where, plan)
-    if _normal(plan.spec) != _normal(spec):
-        raise PlanError(f"spec of {where} does not go with what it was made for", needed=str(plan.spec), found=str(spec), try_="plan again")
+    meant = with_groups(with_pieces(setting, spec.shares), data["layouts"])
+    if meant != setting:
+        raise PlanError(f"spec of {where} does not go with what it was made for", needed=str(meant.spec), found=str(spec), try_="plan again")
     return plan
 
 
-def _layers(spec: Spec, s: Setting) -> tuple[tuple[int, ...], tuple[tuple[Piece, ...], ...], int]:
-    """Layers and stages as a plan has them, and how many layers are shared evenly: the least that says what the spec does."""
-    from weft.plan.partition import even_layers
+def with_pieces(setting: Setting, shares: Sequence[Share]) -> Setting:
+    """With shares of the batch, and the number of equal pieces that give every copy its share by torch.chunk's rule, where some do."""
+    taken = [micro * rounds for _, copies, micro, rounds in shares for _ in range(copies)]
+    least = math.gcd(*taken) or 1
+    pieces = sum(taken) // least
+    dealt_so = setting.pp == 1 and [n * least for n in dealt(pieces, len(taken))] == taken if taken else False
+    return replace(setting, shares=tuple(shares), pieces=pieces if dealt_so else 0 if shares else setting.pieces)
 
-    counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in spec.stages)
-    way = "none" if s.recompute == MIXED else s.recompute
-    if not spec.stages or spec.stages != tuple((("layer", way, n),) for n in counts):
-        return (() if any(name.startswith("unit") for stage in spec.stages for name, *_ in stage) else counts), spec.stages, 0
-    even = counts == even_layers(sum(counts), len(counts))
-    return (() if even else counts), (), sum(counts) if even else 0
+
+def with_groups(setting: Setting, layouts: Mapping[str, Any]) -> Setting:
+    """With the ZeRO of parameters that a placed program, where there is one, shards otherwise than most."""
+    text = layouts.get("program")
+    levels = zero_levels(step_of(text)) if text and setting.replicas > 1 else {}
+    return replace(setting, groups=tuple((bare(n), z) for n, z in levels.items() if z != setting.zero)) if text else setting
+
+
+def _wrong_number(name: str, where: str, s: Setting, found: Sequence[Any]) -> PlanError:
+    return PlanError(
+        f"{name} of {where} do not go with its setting", needed=f"one for each of {s.virtual_stages} stages, or none", found=str(len(found)),
+    )  # fmt: skip
 
 
 def _check_parts(where: str, plan: Plan) -> None:
     """What one field says must go with what another one does."""
     s, layouts = plan.setting, plan.layouts
-    chunks = s.pp * s.virtual
-    for name, found in (("layers", plan.layers), ("stages", plan.stages)):
-        if len(found) not in (0, chunks):
-            raise PlanError(f"{name} of {where} do not go with its setting", needed=f"one for each of {chunks} stages, or none", found=str(len(found)))
-    if not all(plan.stages):
+    if len(s.stages) not in (0, s.virtual_stages):
+        raise _wrong_number("stages", where, s, s.stages)
+    if not all(s.stages):
         raise PlanError(f"stages of {where} cannot be read", needed="a piece of the model on every stage", found="a stage of nothing")
-    copies = sum(x["copies"] for x in plan.shares)
-    samples = sum(x["copies"] * x["micro_batch"] * x["micro_batches"] for x in plan.shares)
-    if plan.shares and (copies > MOST or samples != s.global_batch):
+    copies = sum(copies for _, copies, *_ in s.shares)
+    samples = sum(copies * micro * rounds for _, copies, micro, rounds in s.shares)
+    if s.shares and (copies > MOST or samples != s.global_batch):
         raise PlanError(
             f"shares of {where} do not go with its setting", needed=f"{s.global_batch} samples on at most {MOST:,} copies",
             found=f"{samples} samples on {copies} copies",
@@ -346,15 +319,10 @@ def _check_parts(where: str, plan: Plan) -> None:
     lacking = [k for k in PLACED if k not in layouts] if "program" in layouts else []
     if lacking:
         raise PlanError(f"layouts of {where} cannot be read", needed=", ".join(lacking), found="a program without them", try_="plan again")
-    _check_pins(plan.limits)
-
-
-def _check_pins(limits: Mapping[str, Any]) -> None:
-    from weft.plan.pins import parse_pin
     from weft.plan.space import parse_pins
 
-    parse_pins([f"{name}={value}" for name, value in limits["pins"].items()])
-    for pin in limits.get("layouts", ()):
+    parse_pins([f"{name}={value}" for name, value in plan.limits["pins"].items()])
+    for pin in s.pins:
         parse_pin(pin)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,13 @@ from weft.cost.interval import equal_within, kind_of, spread
 from weft.cost.price import compiles
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
+from weft.plan.partition import even_layers
 from weft.plan.plan import Plan, nine_digits, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
-from weft.plan.setting import MIXED, Setting
+from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem, divisors
-from weft.plan.spec import Spec
-from weft.plan.stages import Shared, shared, uneven
+from weft.plan.spec import MIXED, Spec
+from weft.plan.stages import Shared, shared, uneven, with_shares
 from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
 
@@ -260,7 +260,7 @@ def _advice(search: Search, exact: Mapping[str, Found | Shared], best: Found | S
     if not odd:
         return {}
     other = Padded(search.problem, search.limits)
-    tried = [other.price(f.setting, f.layers, f.stages) for f in exact.values() if isinstance(f, Found)]
+    tried = [other.price(f.setting) for f in exact.values() if isinstance(f, Found)]
     fits = [_exactly(other, t) for t in tried if t is not None and t.memory <= other.memory]
     found = min(fits, key=lambda f: (f.seconds, plainness(f.setting)), default=None)
     if found is None or found.seconds > (1 - WORTH) * best.seconds:
@@ -276,7 +276,7 @@ def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str
     for name, found in exact.items():
         s = replace(found.setting, overlap_grads=True, overlap_params=True, overlap_sends=True)
         if isinstance(found, Found) and s != found.setting:
-            other = search.price(s, found.layers, found.stages)
+            other = search.price(s)
             made |= {f"{name}{OVERLAPPED}": _exactly(search, other)} if other is not None and other.memory <= search.memory else {}
     return made
 
@@ -310,7 +310,7 @@ def choose(
 
 
 def _uneven(found: Found | Shared) -> bool:
-    return isinstance(found, Shared) or bool(found.layers or found.stages)
+    return isinstance(found, Shared) or bool(found.setting.stages)
 
 
 def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:
@@ -336,7 +336,7 @@ def settings_on_unequal(search: Search) -> list[Setting]:
     ranked = [c.setting for c in search.ranked(EVERYTHING) if c.setting.recompute != MIXED]
     found = []
     for wanted in (1, len(search.cluster.groups), 2 * len(search.cluster.groups), 4 * len(search.cluster.groups)):
-        some = [replace(s, zero=z) for s in ranked if s.pp == wanted and s.virtual == 1 for z in (1, 3) if s.size("data") > 1]
+        some = [replace(s, zero=z) for s in ranked if s.pp == wanted and s.chunks == 1 for z in (1, 3) if s.size("data") > 1]
         fits = (s for s in some if search.bound(s)[1] <= search.memory)
         found += [s for s, _ in zip(fits, range(TRIED), strict=False)]
     return found
@@ -351,12 +351,12 @@ def _exactly(search: Search, found: Found | Shared) -> Found | Shared:
     """With every micro-batch simulated, where only the first rounds were."""
     if isinstance(found, Shared) or _tasks(found.setting) > EXACT:
         return found
-    step = search.step(found.setting, found.layers, found.stages)
+    step = search.step(found.setting)
     return replace(found, seconds=step.seconds, memory=step.peak_memory.total)
 
 
 def _tasks(s: Setting) -> int:
-    return s.pp * s.virtual * s.micro_batches
+    return s.virtual_stages * s.micro_batches
 
 
 def _record(
@@ -372,11 +372,12 @@ def _record(
         "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
         "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
     }  # fmt: skip
-    shares = tuple(dataclasses.asdict(x) for x in found.shares) if isinstance(found, Shared) else ()
-    layers, stages = (found.layers, found.stages) if isinstance(found, Found) else ((), ())
+    if isinstance(found, Shared):
+        s = with_shares(s, found.shares)
+    elif s.pp > 1 and not s.stages:
+        s = s.with_layers(even_layers(p.depth, s.virtual_stages))
     return Plan(
-        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, layers, shares, request.limits.data(), predicted, others, lacking,
-        stages=stages, depth=p.depth if s.pp > 1 and not layers and not stages else 0,
+        request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, request.limits.data(), predicted, others, lacking,
     )  # fmt: skip
 
 
@@ -387,7 +388,7 @@ def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
     s = found.setting
     m = s.micro_batches
     few, more = (m, m) if _tasks(s) <= EXACT else (2 * s.pp, 3 * s.pp)
-    a, b = (search.step(replace(s, global_batch=s.dp * s.micro_batch * n), found.layers, found.stages) for n in (few, more))
+    a, b = (search.step(s.in_micro_batches(n)) for n in (few, more))
     left = (m - more) / max(1, more - few)  # what a round adds, it adds in every further round
     causes = {k: rounded_ms(v + (v - a.causes.get(k, 0.0)) * left) for k, v in b.causes.items() if v > 1e-6}
     return {"causes_ms": causes, "memory_parts_gb": {k: float(f"{v / 1e9:.4g}") for k, v in b.peak_memory.parts().items()}}

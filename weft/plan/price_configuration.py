@@ -57,7 +57,7 @@ def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0
     priced = _priced(model, shape, setting)
     search = Search(PlanProblem(priced, place, setting.global_batch, setting.dtype, setting.kernels))
     setting.check()
-    step = search.step(setting, found.layers, found.stages)
+    step = search.step(setting)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
     kind, fits = kind_of(setting.kernels, bool(shape.experts), False), step.peak_memory.total <= search.memory
     made = PricedConfiguration(
@@ -94,9 +94,9 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     if s.devices != place.devices:
         raise PlanError(
             "the configuration does not fill the cluster", needed=f"dp x tp x pp x cp = {place.devices} devices of {place.text}",
-            found=f"{s.dp} x {s.tp} x {s.pp} x {s.cp} = {s.devices}", try_=f"--cluster {s.devices}x{place.device.name}",
+            found=f"{s.replicas} x {s.tp} x {s.pp} x {s.cp} = {s.devices}", try_=f"--cluster {s.devices}x{place.device.name}",
         )  # fmt: skip
-    return replace(s, global_batch=batch) if batch else s
+    return s.of_batch(batch) if batch else s
 
 
 def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster, setting: Setting) -> PricedConfiguration:
@@ -118,13 +118,13 @@ def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster,
 
 def _plan(made: PricedConfiguration, shape: PlannedModel, found: Found) -> Plan:
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
-    return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, found.layers, (), Limits().data(), figures, stages=found.stages)
+    return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, Limits().data(), figures)
 
 
 def changes(now: Read, plan: Plan) -> list[dict[str, Any]]:
     """Keys of the configuration's own system that a plan sets otherwise. Older names are said by the new one."""
     then = keys_of(write(plan, now.form))
-    before = keys_of(write(replace(plan, setting=now.setting, layers=now.layers, stages=now.stages), now.form))
+    before = keys_of(write(replace(plan, setting=now.setting), now.form))
     keys = [k for k in {**before, **then} if before.get(k) != then.get(k)]
     return [{"key": k, "now": _short(before.get(k)), "then": _short(then.get(k))} for k in keys]
 

@@ -34,21 +34,22 @@ from weft.plan.phase import LayerRun, Pass, gathers, reductions
 from weft.plan.plain_times import OpTimes, PlainTimes
 from weft.plan.plan import nine_digits
 from weft.plan.schedules import Action
-from weft.plan.setting import MIXED, OFFLOAD, OFFLOADED, RECOMPUTE, Setting
+from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import LATER, Limits, PlanProblem, Space, candidates, shardings
+from weft.plan.spec import MIXED, OFFLOAD, OFFLOADED, RECOMPUTE
 from weft.plan.stage_partitioner import (
     Measure,
     Piece,
     Point,
     StagePartitioner,
     Times,
-    blocks_of,
     by_kind,
     layers_of,
     least_more,
     mean_hull,
     stage_devices,
+    staged,
 )
 from weft.plan.workload import Workload, padded
 
@@ -61,13 +62,11 @@ Stages = tuple[tuple[Piece, ...], ...]
 
 @dataclass(frozen=True)
 class Found:
-    """A setting that fits, its step and the bytes of its fullest device. `layers` of each virtual stage where uneven."""
+    """A setting that fits, its step and the bytes of its fullest device. It says what stages are made of where they are uneven."""
 
     setting: Setting
     seconds: float
     memory: float
-    layers: tuple[int, ...] = ()
-    stages: Stages = ()  # what each virtual stage is made of, where layers are partitioned
     gap: float = 0.0  # how far below it the best setting could still lie, as a share
 
 
@@ -94,7 +93,7 @@ class Search:
     _plain: dict[object, PlainTimes] = field(default_factory=dict)
     _links: dict[object, float] = field(default_factory=dict)
     _phases: dict[object, dict[object, Phase]] = field(default_factory=dict)
-    _steps: dict[tuple[Setting, tuple[int, ...], Stages], tuple[float, float]] = field(default_factory=dict)
+    _steps: dict[Setting, tuple[float, float]] = field(default_factory=dict)
     _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
     _times: dict[object, Times] = field(default_factory=dict)
     _hulls: dict[object, list[Point]] = field(default_factory=dict)
@@ -218,7 +217,7 @@ class Search:
     def tailored(self, setting: Setting, measure: Measure) -> Found | None:
         """A setting with its stages partitioned, the host keeping activations or not, whichever is faster."""
         found = self._tailored(setting, measure)
-        if found is not None and all(way not in OFFLOADED for stage in found.stages for _, way, _ in stage):
+        if found is not None and all(way not in OFFLOADED for stage in found.setting.stages for _, way, _ in stage):
             return found
         other = self._tailored(setting, replace(measure, host=False)) if measure.host else None
         return min((f for f in (found, other) if f is not None), key=lambda f: f.seconds, default=None)
@@ -231,14 +230,12 @@ class Search:
         ways = {again for stage in stages for name, again, _ in stage if name not in ("first", "last")}
         counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in stages)
         whole = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
-        if len(ways) == 1 and whole:
-            even = setting.pp == 1 or counts == even_layers(self.problem.depth, setting.pp * setting.virtual)
-            return (
-                self.price(replace(setting, recompute=min(ways)), () if even else counts)
-                if min(ways) in RECOMPUTE
-                else self.price(setting, counts, stages)
-            )
-        return self.price(setting, counts, stages)
+        way = min(ways).replace("none", "") if len(ways) == 1 and whole else MIXED
+        if way in RECOMPUTE:
+            even = setting.pp == 1 or counts == even_layers(self.problem.depth, setting.virtual_stages)
+            same = replace(setting, recompute=way)
+            return self.price(same if even else same.with_layers(counts))
+        return self.price(replace(setting, stages=stages))
 
     def _stages(self, setting: Setting, measure: Measure) -> Stages | None:
         key = (setting, measure)
@@ -254,32 +251,31 @@ class Search:
             self._times[key] = Times(self.work(s), Costs(self.cluster, device, s.place))
         return self._times[key]
 
-    def price(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> Found | None:
+    def price(self, setting: Setting) -> Found | None:
         """Step and memory of a setting; of a long row of micro-batches only the beginning is simulated, the rest repeats."""
-        key = (setting, layers, stages)
-        if key not in self._steps:
+        if setting not in self._steps:
             try:
-                self._steps[key] = self._foresee(setting, layers, stages)
+                self._steps[setting] = self._foresee(setting)
             except WeftError:
-                self._steps[key] = (math.inf, math.inf)
+                self._steps[setting] = (math.inf, math.inf)
             self.simulated += 1
-        seconds, memory = self._steps[key]
-        return Found(setting, seconds, memory, layers, stages) if seconds < math.inf else None
+        seconds, memory = self._steps[setting]
+        return Found(setting, seconds, memory) if seconds < math.inf else None
 
-    def _foresee(self, s: Setting, layers: tuple[int, ...], stages: Stages) -> tuple[float, float]:
+    def _foresee(self, s: Setting) -> tuple[float, float]:
         step = None
 
         def at(micro: int) -> Timeline:
             nonlocal step
-            step = self.step(replace(s, global_batch=s.dp * s.micro_batch * micro), layers, stages)
+            step = self.step(s.in_micro_batches(micro))
             return step.timeline
 
         return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
 
-    def step(self, setting: Setting, layers: tuple[int, ...] = (), stages: Stages = ()) -> SimulatedStep:
+    def step(self, setting: Setting) -> SimulatedStep:
         """The full simulation."""
-        work, lie = self.work(setting), (_work_key(setting), setting.dp)
-        return simulate(blocks_of(work, stages) if stages else work, setting, self.cluster, layers, self._phases.setdefault(lie, {}))
+        work, lie = self.work(setting), (_work_key(setting), setting.replicas)
+        return simulate(staged(work, setting), setting, self.cluster, self._phases.setdefault(lie, {}))
 
     def work(self, s: Setting) -> Workload:
         key = _work_key(s)
@@ -324,14 +320,14 @@ class Search:
         if s.pp == 1:
             again = self._must_rerun(s)[0] if s.recompute == MIXED else 0.0
             return self._stage(s, plain, depth, (plain.first, plain.last), travels) + s.micro_batches * again
-        if s.recompute == MIXED and s.virtual == 1:
+        if s.recompute == MIXED and s.chunks == 1:
             return self._balanced(s, plain, travels)
-        counts = even_layers(depth, s.pp * s.virtual)
+        counts = even_layers(depth, s.virtual_stages)
         own = [sum(counts[i :: s.pp]) for i in range(s.pp)]
         fullest = max(range(s.pp), key=lambda i: (own[i], i))
         ends = {0: (plain.first,), s.pp - 1: (plain.last,)}
-        layer = plain.layer.forward + plain.layer.backward[s.recompute] - self._late(s, plain.layer)
-        send, passes = self._send(s), s.virtual * s.micro_batches
+        layer = plain.layer.forward + plain.layer.backward[s.again] - self._late(s, plain.layer)
+        send, passes = self._send(s), s.chunks * s.micro_batches
         blocked = 0.0 if s.overlap_sends else send * passes
         again = s.micro_batches * min(self._must_rerun(s)) if s.recompute == MIXED else 0.0
         computed = max(self._stage(s, plain, own[i], ends.get(i, ()), travels) + sum(counts[:i]) * layer + i * 2 * send for i in {0, fullest, s.pp - 1})
@@ -343,7 +339,7 @@ class Search:
         m, ends, again = s.micro_batches, (plain.first, plain.last), sum(self._must_rerun(s))
         total = self._stage(s, plain, self.problem.depth, ends, travels) / m * self._slower(s) + again
         late = self.problem.depth * self._late(s, plain.layer)
-        once = self._stage(replace(s, global_batch=s.dp * s.micro_batch), plain, self.problem.depth, ends, False)
+        once = self._stage(s.in_micro_batches(1), plain, self.problem.depth, ends, False)
         r = min(1.0, max(1e-9, once - late + again) / total)
         trip = 2 * self._send(s) * (s.pp - 1) / s.pp  # a micro-batch there and back, shared by as many as are in flight
         waits = 0.0 if s.pipeline.hides_sends else max(0.0, trip - late / s.pp)
@@ -359,11 +355,11 @@ class Search:
         held = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
         state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(held, shares, strict=True)) * layers
         left = room(self.memory) - state - min(m.passing + m.buffers for m in held)
-        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)
-        return [layers * least_more(self._hulls[key], left * s.virtual / (n * layers)) for n in alive]
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
+        return [layers * least_more(self._hulls[key], left * s.chunks / (n * layers)) for n in alive]
 
     def _send(self, s: Setting) -> float:
-        key = ("send", s.micro_batch, s.tp, s.cp, s.dp)
+        key = ("send", s.micro_batch, s.tp, s.cp, s.replicas)
         if key not in self._links:
             self._links[key] = self._costs(s).send(self.work(s).boundary)
         return self._links[key]
@@ -375,10 +371,10 @@ class Search:
         """Of one stage: its passes, and what they cannot hide."""
         m = s.micro_batches
         forward = layers * plain.layer.forward + sum(t.forward for t in ends)
-        backward = layers * plain.layer.backward[s.recompute] + sum(t.backward[s.recompute] for t in ends)
+        backward = layers * plain.layer.backward[s.again] + sum(t.backward[s.again] for t in ends)
         reduce, gather = self._travel(s) if travels and s.size("data") > 1 else (0.0, 0.0)
         r, g = reduce * layers, gather * layers
-        if s.zero == 3 and not s.keep_gathered:
+        if s.zero == 3 and not s.gather_once:
             return m * (max(forward, g) + max(backward, g + r if s.overlap_grads else g))
         if s.zero == 2 and s.overlap_grads:
             return m * (forward + max(backward, r)) + (max(0.0, g - forward) if s.overlap_params else g)
@@ -388,7 +384,7 @@ class Search:
 
     def _travel(self, s: Setting) -> tuple[float, float]:
         """Seconds that gradients and parameters of one layer spend on their link."""
-        key = (s.tp, s.cp, s.dp, s.ep, s.zero == 0, s.zero == 3)
+        key = (s.tp, s.cp, s.replicas, s.ep, s.zero == 0, s.zero == 3)
         if (key, "r") not in self._links:
             costs = self._costs(s)
             how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
@@ -400,14 +396,14 @@ class Search:
     def _memory(self, s: Setting) -> float:
         """The first two stages with as many forwards in flight as their order reaches, of the chunk that keeps least, and the last with one of each."""
         if s.recompute == MIXED:
-            return min(self._memory(replace(s, recompute=how)) for how in ("selective", "full", *OFFLOADED))
-        work, counts = self.work(s), even_layers(self.problem.depth, s.pp * s.virtual)
-        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.virtual)
+            return min(self._memory(s.recomputing(how)) for how in ("selective", "full", *OFFLOADED))
+        work, counts = self.work(s), even_layers(self.problem.depth, s.virtual_stages)
+        alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
         found = 0.0
         for i in {0, 1, s.pp - 1} if s.pp > 1 and (work.others or counts[1] > counts[0]) else {0, s.pp - 1}:
             chunks = _chunks(work, counts, i, s.pp)
-            least = min(range(s.virtual), key=lambda c: sum(saved(s, run.block) * run.count for run in chunks[c]))
-            order = [Action("forward", c, 0) for c in range(s.virtual)] if i == s.pp - 1 else [Action("forward", least, 0)] * alive[i]
+            least = min(range(s.chunks), key=lambda c: sum(saved(s, run.block) * run.count for run in chunks[c]))
+            order = [Action("forward", c, 0) for c in range(s.chunks)] if i == s.pp - 1 else [Action("forward", least, 0)] * alive[i]
             found = max(found, stage_memory(s, chunks, tuple(order)).total)
         return found
 
@@ -445,7 +441,7 @@ class Bounded:
 
 def _work_key(s: Setting) -> tuple[object, ...]:
     """What a workload depends on."""
-    return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sequence_parallel, s.overlap_tp)
+    return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sp, s.async_tp)
 
 
 def _leanest(space: Space, s: Setting) -> Setting:
@@ -454,7 +450,7 @@ def _leanest(space: Space, s: Setting) -> Setting:
 
 
 def _tasks(s: Setting) -> int:
-    return 50 + 3 * s.pp * s.virtual * min(s.micro_batches, 2 * STEADY * s.pp)
+    return 50 + 3 * s.virtual_stages * min(s.micro_batches, 2 * STEADY * s.pp)
 
 
 def _key(found: Found, objective: str) -> float:
@@ -470,17 +466,17 @@ def _order(found: Found, objective: str) -> tuple[object, ...]:
 def plainness(s: Setting) -> tuple[object, ...]:
     """Fewer kinds of sharding first, then smaller degrees, so that of equal settings the plainer is taken."""
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
-    kept = (*RECOMPUTE, *OFFLOADED, MIXED).index(s.recompute)
-    cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.virtual)
-    return (*cut, s.schedule, kept, -s.micro_batch, s.sequence_parallel, s.overlap_tp, s.keep_gathered)
+    kept = (*RECOMPUTE, *OFFLOADED, MIXED).index(s.again)
+    cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.chunks)
+    return (*cut, s.schedule, kept, -s.micro_batch, s.sp, s.async_tp, s.gather_once)
 
 
 def describe(s: Setting) -> str:
     """A setting in a line."""
     degrees = " ".join(f"{a}{getattr(s, a)}" for a in ("dp", "tp", "pp", "cp", "ep") if getattr(s, a) > 1) or "one device"
-    extra = [f"zero{s.zero}" + (" kept" if s.keep_gathered else "")] if s.zero else []
-    extra += ["sequence parallel"] if s.sequence_parallel else []
-    extra += ["async tp"] if s.overlap_tp else []
-    extra += [s.schedule + (f" x{s.virtual}" if s.virtual > 1 else "")] if s.pp > 1 else []
-    extra += [s.recompute if s.recompute == OFFLOAD else f"recompute {s.recompute}"] if s.recompute != "none" else []
+    extra = [f"zero{s.zero}" + (" kept" if s.gather_once else "")] if s.zero else []
+    extra += ["sequence parallel"] if s.sp else []
+    extra += ["async tp"] if s.async_tp else []
+    extra += [s.schedule + (f" x{s.chunks}" if s.chunks > 1 else "")] if s.pp > 1 else []
+    extra += [s.again if s.again == OFFLOAD else f"recompute {s.again}"] if s.again else []
     return ", ".join([degrees, *extra, f"micro-batch {s.micro_batch}"])

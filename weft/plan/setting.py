@@ -1,71 +1,108 @@
-"""How a model is run: how it is sharded over devices, what is kept or computed again, and by which kind of kernels."""
+"""A plan's decisions with what they are made for: the batch, number types, kernels, and what a system overlaps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from weft.core.errors import PlanError
-from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
+from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES
+from weft.plan.spec import MIXED, OFFLOADED, RECOMPUTE, Spec
 
-RECOMPUTE = ("none", "selective", "per-op", "full")
-AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
-OFFLOAD = "offload"  # the host keeps what the backward pass reads of a layer or, of one that is recomputed, its inputs
-OFFLOADED = (OFFLOAD, f"full-{OFFLOAD}")
-MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
 KERNELS = ("classic", "eager", "compiled")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 DEVICES, CHUNKS = 1 << 20, 4096  # no plan has more
-MOST = {"global_batch": 1 << 31, "micro_batch": 1 << 31, "pp": CHUNKS, "virtual": CHUNKS}
-COUNTS = ("dp", "tp", "pp", "cp", "ep", "virtual", "micro_batch", "global_batch")
+MOST = dict.fromkeys(("global_batch", "micro_batch", "micro_batches"), 1 << 31) | dict.fromkeys(("pp", "virtual"), CHUNKS)
+COUNTS = ("dp", "tp", "pp", "cp", "ep", "virtual", "micro_batches", "global_batch")
+NAMED = {  # decisions as pins, reports and other systems name them, where a Spec has another word
+    "dp": "replicas", "copies": "dp", "virtual": "chunks", "sequence_parallel": "sp", "keep_gathered": "gather_once", "overlap_tp": "async_tp",
+}  # fmt: skip
+
+DECISIONS = (  # what reports and exports tell of a setting, by these names
+    "global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual", "sequence_parallel", "zero", "keep_gathered", "recompute", "schedule", "kernels",
+    "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "overlap_tp", "batch_first", "master",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One way to run a training step.
+class Setting(Spec):
+    """A Spec, and what it is made for.
 
     `kernels`: `classic` is Megatron of 2021 (scores and softmax in memory, dropout, fused pointwise), `eager` one kernel per
     torch op with fused attention, `compiled` pointwise chains in one kernel each.
     """
 
     global_batch: int = 8
-    micro_batch: int = 1
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    virtual: int = 1
-    sequence_parallel: bool = False
-    zero: int = 0
-    keep_gathered: bool = False  # under ZeRO-3, gather parameters once a step, reduce gradients once, and keep both gathered between
-    recompute: str = "none"
-    schedule: str = PLAIN
     kernels: str = "compiled"
     dtype: str = "bf16"
     grad_dtype: str = "fp32"
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_sends: bool = False
-    overlap_tp: bool = False  # collectives of tensor parallelism overlapped with the matmul they belong to
     batch_first: bool = False  # [batch, sequence, hidden] in memory: gathering along the sequence takes a copy
     master: bool = True  # parameters and optimizer kept in fp32 next to those computed with
 
+    @staticmethod
+    def of(spec: Spec, **given: Any) -> Setting:
+        """The decisions with what they are made for."""
+        own = {f.name: getattr(spec, f.name) for f in fields(Spec)}
+        made = Setting(**own | {"micro": spec.micro_batches}, **given)
+        made._require_batch()
+        return made
+
+    @staticmethod
+    def counted(
+        global_batch: int = 8, micro_batch: int = 1, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, virtual: int = 1,
+        sequence_parallel: bool = False, zero: int = 0, keep_gathered: bool = False, recompute: str = "none", schedule: str = PLAIN, **more: Any,
+    ) -> Setting:  # fmt: skip
+        """As other systems count and name: copies among which experts are spread, and samples of a micro-batch."""
+        for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("dp", dp), ("ep", ep), ("virtual", virtual)):
+            _require_count(name, value)
+        if dp % ep:
+            raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {dp}", found=str(ep))
+        lone = virtual == 1 and not (schedule in SCHEDULES and SCHEDULES[schedule].takes_chunks)
+        return Setting(
+            dp // ep, cp, ep, tp, zero, sequence_parallel, pp=pp, schedule=schedule, micro=_rounds(global_batch, dp * micro_batch),
+            virtual=0 if lone else virtual, gather_once=keep_gathered,
+            async_tp=more.pop("overlap_tp", False), global_batch=global_batch, **more,
+        ).recomputing(recompute)  # fmt: skip
+
+    @property
+    def spec(self) -> Spec:
+        """The decisions alone, what follows from the rest of them said in one way."""
+        own = {f.name: getattr(self, f.name) for f in fields(Spec)}
+        lone = self.pp == 1 and self.micro_batches == 1
+        return Spec(**own | {"micro": 0 if lone else self.micro_batches, "virtual": self.virtual if self.virtual > 1 else 0})
+
     @property
     def devices(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return self.replicas * self.tp * self.pp * self.cp
 
     @property
-    def micro_batches(self) -> int:
-        return self.global_batch // (self.dp * self.micro_batch)
+    def replicas(self) -> int:
+        """Data-parallel ranks, those among which experts are spread too: each takes samples of its own."""
+        return self.dp * self.ep
 
     @property
-    def copies(self) -> int:
-        """Data-parallel ranks, those among which experts are spread counted once: `dp` as words have it."""
-        return self.dp // self.ep
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch on each replica."""
+        return self.global_batch // (self.replicas * self.micro_batches)
 
-    @property
-    def pipeline(self) -> Schedule:
-        return SCHEDULES[self.schedule]
+    def in_micro_batches(self, n: int) -> Setting:
+        """So many micro-batches of as many samples as these have."""
+        return replace(self, micro=n, global_batch=self.replicas * self.micro_batch * n)
+
+    def of_batch(self, samples: int) -> Setting:
+        """Another batch in micro-batches of as many samples as these."""
+        return self.in_micro_batches(_rounds(samples, self.replicas * self.micro_batch))
+
+    def of_samples(self, n: int) -> Setting:
+        """The same batch in micro-batches of so many samples, which divide it."""
+        return replace(self, micro=self.global_batch // (self.replicas * n))
+
+    def named(self, name: str) -> Any:
+        """A decision by the name that pins and reports have for it."""
+        return self.again or "none" if name == "recompute" else getattr(self, NAMED.get(name, name))
 
     def stride(self, axis: str) -> int:
         """Ranks between neighbours of an axis: tp innermost, then cp, dp, and pp outermost. ep runs along dp.
@@ -73,7 +110,7 @@ class Setting:
         `data` are all copies of a parameter (cp and dp together), `edp` the copies of one expert.
         """
         inner = {"tp": 1, "cp": self.tp, "data": self.tp, "dp": self.tp * self.cp, "ep": self.tp * self.cp}
-        outer = {"edp": self.tp * self.cp * self.ep, "pp": self.tp * self.cp * self.dp}
+        outer = {"edp": self.tp * self.cp * self.ep, "pp": self.tp * self.cp * self.replicas}
         return {**inner, **outer}[axis]
 
     def place(self, axis: str) -> tuple[int, int]:
@@ -82,34 +119,44 @@ class Setting:
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
-        if axis in ("data", "edp"):
-            return self.dp * self.cp if axis == "data" else max(1, self.dp // self.ep)
-        return int(getattr(self, axis))
+        own = {"data": self.replicas * self.cp, "dp": self.replicas, "edp": self.dp}
+        return own[axis] if axis in own else int(getattr(self, axis))
+
+    def _require_batch(self) -> None:
+        unit = self.replicas * self.micro_batches
+        if self.global_batch % unit or not self.global_batch:
+            raise PlanError("the batch does not divide", needed=f"a multiple of dp x micro-batches = {unit}", found=str(self.global_batch))
 
     def check(self) -> None:
         """Refuse what cannot be run, by name."""
         for name in COUNTS:
-            value, most = getattr(self, name), MOST.get(name, DEVICES)
-            if not 1 <= value <= most:
-                said = name.replace("_", " ")
-                raise PlanError(f"{said} is {value}", needed=f"{said} of 1 or more" if value < 1 else f"{said} of at most {most:,}", found=str(value))
-        if self.devices > DEVICES or self.pp * self.virtual > CHUNKS:
+            _require_count(name, self.named(name))
+        if self.devices > DEVICES or self.pp * self.chunks > CHUNKS:
             needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
-            raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.virtual:,} chunks")
-        words = {"recompute": (*RECOMPUTE, *OFFLOADED, MIXED), "schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
+            raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.chunks:,} chunks")
+        words = {"schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
+        words["recompute"] = ("none", *RECOMPUTE[1:], *OFFLOADED, MIXED)
         for name, known in words.items():
-            if getattr(self, name) not in known:
-                raise PlanError(f"no {name} named {getattr(self, name)!r}", needed=" or ".join(known), found=getattr(self, name))
+            if (value := self.named(name)) not in known:
+                raise PlanError(f"no {name} named {value!r}", needed=" or ".join(known), found=value)
         if self.zero not in (0, 1, 2, 3):
             raise PlanError("ZeRO has stages 0 to 3", needed="0, 1, 2 or 3", found=str(self.zero))
-        if self.global_batch % (self.dp * self.micro_batch):
-            raise PlanError(
-                "the batch does not divide",
-                needed=f"global batch a multiple of dp x micro-batch = {self.dp * self.micro_batch}",
-                found=str(self.global_batch),
-                try_=f"--batch {-(-self.global_batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
-            )
-        if self.virtual > 1 and not self.pipeline.takes_chunks:
+        self._require_batch()
+        if self.chunks > 1 and not self.pipeline.takes_chunks:
             raise PlanError(f"several chunks per stage need the {CHUNKED} schedule", needed=CHUNKED, found=self.schedule, try_=f"--schedule {CHUNKED}")
-        if self.dp % self.ep:
-            raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {self.dp}", found=str(self.ep))
+
+
+def _rounds(batch: int, unit: int) -> int:
+    """Micro-batches of a batch of which so many samples are computed at a time."""
+    if batch % unit:
+        raise PlanError(
+            "the batch does not divide", needed=f"global batch a multiple of dp x micro-batch = {unit}", found=str(batch),
+            try_=f"--batch {-(-batch // unit) * unit}",
+        )  # fmt: skip
+    return batch // unit
+
+
+def _require_count(name: str, value: int) -> None:
+    most, said = MOST.get(name, DEVICES), name.replace("_", " ")
+    if not 1 <= value <= most:
+        raise PlanError(f"{said} is {value}", needed=f"{said} of 1 or more" if value < 1 else f"{said} of at most {most:,}", found=str(value))

@@ -61,12 +61,12 @@ class SimulatedStep:
 
 
 def simulate(
-    work: Workload, setting: Setting, cluster: Cluster, layers: tuple[int, ...] = (), known: dict[object, Phase] | None = None
+    work: Workload, setting: Setting, cluster: Cluster, known: dict[object, Phase] | None = None
 ) -> SimulatedStep:
-    """Predict one step. `layers` are those of each virtual stage, where they are not shared out evenly; passes are kept in `known`, which
+    """Predict one step. Layers are shared out evenly where the workload does not say its stages; passes are kept in `known`, which
     settings may share that do the same work on devices that lie in the same places."""
     _check(setting, cluster)
-    return _Simulation(work, setting, cluster, layers, {} if known is None else known).step()
+    return _Simulation(work, setting, cluster, {} if known is None else known).step()
 
 
 def held(work: Workload, setting: Setting, cluster: Cluster) -> float:
@@ -86,7 +86,7 @@ def _check(setting: Setting, cluster: Cluster) -> None:
         raise PlanError(
             "the setting does not fill the cluster",
             needed=f"dp x tp x pp x cp = {cluster.devices} devices of {cluster.text}",
-            found=f"{setting.dp} x {setting.tp} x {setting.pp} x {setting.cp} = {setting.devices}",
+            found=f"{setting.replicas} x {setting.tp} x {setting.pp} x {setting.cp} = {setting.devices}",
             try_=_filled(setting, cluster.devices),
         )
 
@@ -121,23 +121,22 @@ class _Simulation:
     work: Workload
     setting: Setting
     cluster: Cluster
-    layers: tuple[int, ...] = ()
     _phases: dict[object, Phase] = field(default_factory=dict)
     _links: list[Task] = field(default_factory=list)  # what is sent meanwhile
 
     def step(self) -> SimulatedStep:
         s = self.setting
-        if s.pp * s.virtual * s.micro_batches > PASSES:
+        if s.virtual_stages * s.micro_batches > PASSES:
             raise PlanError(
                 "the step has too many passes to be walked one by one", needed=f"stages x micro-batches of at most {PASSES:,}",
-                found=f"{s.pp * s.virtual * s.micro_batches:,}", try_=f"--micro-batch {s.micro_batch * 2} or more, or a smaller --batch",
+                found=f"{s.virtual_stages * s.micro_batches:,}", try_=f"--micro-batch {s.micro_batch * 2} or more, or a smaller --batch",
             )  # fmt: skip
         pieces = self._passes()
         ends = self._finish(pieces)
         line = run([*(p.task for p in pieces), *self._links, *(p.task for p in ends)])
         pieces += ends
         causes, hidden = self._busiest(pieces, line.seconds)
-        tokens = self.work.tokens * s.dp * s.micro_batches
+        tokens = self.work.tokens * s.replicas * s.micro_batches
         peak = sum(costs.device.peak(s.dtype) for costs in self.costs) * s.devices / s.pp
         return SimulatedStep(line.seconds, tokens, self.work.model_flops * tokens, peak, causes, hidden, self.memory, line)
 
@@ -149,25 +148,23 @@ class _Simulation:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        return self.setting.pipeline.orders(self.setting.pp, self.setting.micro_batches, self.setting.virtual)
+        return self.setting.pipeline.orders(self.setting.pp, self.setting.micro_batches, self.setting.chunks)
 
     @cached_property
     def parts(self) -> list[list[LayerRun]]:
         """Layers of each virtual stage, by its number."""
-        places = self.setting.pipeline.places(self.setting.pp, self.setting.virtual)
+        places = self.setting.pipeline.places(self.setting.pp, self.setting.chunks)
         return [part for _, part in sorted(zip(places, self._in_order(), strict=True), key=lambda x: x[0])]
 
     def _in_order(self) -> list[list[LayerRun]]:
         """Layers of each virtual stage, first to last; the first also looks up words, the last also computes the loss."""
-        cuts = self.setting.pp * self.setting.virtual
+        cuts = self.setting.virtual_stages
         if self.work.stages:
             return [[LayerRun(block, n) for block, n in stage] for stage in self.work.stages]
         ends = cuts == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
         if cuts > self.work.depth and not ends:
             raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
-        counts = self.layers or even_layers(self.work.depth, cuts)
-        if len(counts) != cuts or sum(counts) != self.work.depth:
-            raise PlanError("stages do not hold the layers", needed=f"{cuts} counts that sum to {self.work.depth}", found=str(counts))
+        counts = even_layers(self.work.depth, cuts)
         starts = itertools.accumulate(counts, initial=0)
         stages = [[LayerRun(*run) for run in self.work.layers(start, n)] for start, n in zip(starts, counts, strict=False)]
         stages[0].insert(0, LayerRun(self.work.first, 1))
@@ -194,7 +191,7 @@ class _Simulation:
     def how(self) -> Pass:
         s = self.setting
         reduce = "all_reduce" if s.zero == 0 else "reduce_scatter"
-        return Pass("forward", s.recompute, param_bytes=kept_width(s.dtype), grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
+        return Pass("forward", s.again, param_bytes=kept_width(s.dtype), grad_bytes=float(WIDTH[s.grad_dtype]), reduce=reduce)
 
     def _passes(self) -> list[_StageTask]:
         s, first = self.setting, self.setting.pp
@@ -203,7 +200,7 @@ class _Simulation:
         def seconds(g: int, kind: str) -> float:
             return self._phase(g, self._way(kind)).seconds
 
-        made = passes(self.orders, seconds, neighbours(s.pipeline.places(s.pp, s.virtual), s.pp, lambda k: send), s.overlap_sends, first)
+        made = passes(self.orders, seconds, neighbours(s.pipeline.places(s.pp, s.chunks), s.pp, lambda k: send), s.overlap_sends, first)
         stage = [(i, self._phase(a.chunk * s.pp + i, self._way(a.kind))) for i, order in enumerate(self.orders) for a in order]
         pieces = [_StageTask(i, task, phase) for (i, phase), task in zip(stage, made, strict=False)]
         self._links = made[len(pieces) :]
@@ -214,9 +211,9 @@ class _Simulation:
         s = self.setting
         split = s.pipeline.defers_weights
         direction = "input" if split and kind == "backward" else kind
-        gather = self.copies > 1 and s.zero == 3 and not s.keep_gathered and kind != "weight"
+        gather = self.copies > 1 and s.zero == 3 and not s.gather_once and kind != "weight"
         ends = kind == ("weight" if split else "backward")
-        reduce = self.copies > 1 and ends and s.zero >= 2 and not s.keep_gathered
+        reduce = self.copies > 1 and ends and s.zero >= 2 and not s.gather_once
         return replace(self.how, direction=direction, gather=gather, frozen=gather, reduce=self.how.reduce if reduce else "")
 
     def _phase(self, g: int, how: Pass) -> Phase:
@@ -249,7 +246,7 @@ class _Simulation:
     def _head(self, stage: int) -> _StageTask:
         """Gathering of updated parameters that the first forward does not hide; it needs nothing of other stages."""
         s, way = self.setting, self._way("forward")
-        once = s.zero in (1, 2) and s.overlap_params or s.zero == 3 and s.keep_gathered
+        once = s.zero in (1, 2) and s.overlap_params or s.zero == 3 and s.gather_once
         made = self._beyond(stage, way, replace(way, gather=True)) if once and self.copies > 1 else Phase(0.0)
         return _StageTask(stage, Task("gather parameters", f"stage {stage}", made.seconds, (), "dp"), made)
 
@@ -283,7 +280,7 @@ class _Simulation:
         """Reduction left when the backward is done, and the word gradients that first and last stage share."""
         s, costs = self.setting, self.costs[stage]
         seconds = 0.0
-        if self.copies > 1 and not s.overlap_grads and (s.zero < 2 or s.keep_gathered):  # else in each pass
+        if self.copies > 1 and not s.overlap_grads and (s.zero < 2 or s.gather_once):  # else in each pass
             seconds = self._at_once(costs, self.stage_parts(stage))
         if s.pp > 1 and stage in (0, s.pp - 1) and self.work.shared:
             seconds += 2 * costs.send(self.work.shared * self.how.grad_bytes)

@@ -84,7 +84,7 @@ class Sized:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        return ("none", "selective", "full")
+        return ("", "selective", "full")
 
     def work(self, s: Setting) -> Workload:
         stack = self.stack(s.dtype)
@@ -120,7 +120,7 @@ class Watched:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        return ("none", "full")
+        return ("", "full")
 
     def with_seq(self, seq: int) -> Watched:
         made: Watched = self.remake(seq)

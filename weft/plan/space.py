@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.plan.schedules import PLAIN, SCHEDULES
-from weft.plan.setting import MIXED, RECOMPUTE, Setting
+from weft.plan.setting import NAMED, Setting
+from weft.plan.spec import MIXED, RECOMPUTE
 from weft.plan.stage_partitioner import Measure
 from weft.plan.workload import Workload
 
@@ -36,12 +37,12 @@ class Space:
     axes: tuple[str, ...] = AXES
     inside_node: tuple[str, ...] = ()
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    keep_gathered: tuple[bool, ...] = (False, True)
-    sequence_parallel: tuple[bool, ...] = (False, True)
+    gather_once: tuple[bool, ...] = (False, True)
+    sp: tuple[bool, ...] = (False, True)
     recompute: tuple[str, ...] = (MIXED, *RECOMPUTE)
     measure: Measure = CUT_TO_MEASURE  # what may be mixed, and whether stages may differ
     schedules: tuple[str, ...] = tuple(s.name for s in SCHEDULES.values() if s.searched)
-    overlap_tp: tuple[bool, ...] = (False, True)
+    async_tp: tuple[bool, ...] = (False, True)
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_sends: bool = True
@@ -67,7 +68,7 @@ class Limits:
     def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
         if self.max_tp and s.tp > self.max_tp:
             return False
-        return all(_said(getattr(s, key)) == value for key, value in self.pins.items() if key not in besides)
+        return all(_said(s.named(key)) == value for key, value in self.pins.items() if key not in besides)
 
     def runnable(self) -> Limits:
         """The same without what parallelize does not do."""
@@ -119,12 +120,13 @@ def parse_pins(texts: tuple[str, ...] | list[str]) -> dict[str, str]:
 
 
 def _check_value(key: str, value: str) -> None:
-    kind = {f.name: f.type for f in fields(Setting)}.get(key, "int")
+    kind = {f.name: f.type for f in fields(Setting)}.get(NAMED.get(key, key), "int")
     known = {"int": value.isdigit(), "bool": value in ("true", "false")}
     if not known.get(str(kind), True):
         raise PlanError(f"cannot pin {key} to {value!r}", needed={"int": "a number", "bool": "true or false"}[str(kind)], found=value)
     if str(kind) == "str" or key == "zero":
-        replace(Setting(), **{key: int(value) if key == "zero" else value}).check()  # type: ignore[arg-type]
+        own: Any = int(value) if key == "zero" else value
+        (Setting().recomputing(own) if key == "recompute" else replace(Setting(), **{key: own})).check()
     elif str(kind) == "int" and not int(value):
         raise PlanError(f"cannot pin {key} to 0", needed="1 or more", found=value)
 
@@ -181,9 +183,9 @@ class PlanProblem:
 def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[Setting]:
     """Every setting of the space that divides, in a fixed order; the ZeRO stage is left to `shardings`."""
     for degrees in _degrees(problem, space, "tp" in limits.pins):
-        for micro in _micro_batches(problem, degrees["dp"]):
+        for micro in _micro_batches(problem, degrees["dp"] * degrees["ep"]):
             base = Setting(
-                global_batch=problem.batch, micro_batch=micro, **degrees,  # type: ignore[arg-type]
+                global_batch=problem.batch, micro=micro, **degrees,  # type: ignore[arg-type]
                 kernels=problem.kernels, dtype=problem.dtype,
                 overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
             )  # fmt: skip
@@ -201,7 +203,7 @@ def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[
         sizes = {"dp": rest, "tp": tp, "pp": pp, "cp": cp}
         for ep in divisors(shape.experts) if shape.experts else [1]:
             if rest % ep == 0 and _inside({**sizes, "ep": ep}, problem.cluster.node_size, space):
-                yield {**sizes, "ep": ep}
+                yield {**sizes, "dp": rest // ep, "ep": ep}
 
 
 def _cuts(problem: PlanProblem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
@@ -215,23 +217,24 @@ def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
     return all(sizes[a] <= node and node % sizes[a] == 0 for a in space.inside_node)
 
 
-def _micro_batches(problem: PlanProblem, dp: int) -> list[int]:
-    """Whatever divides the samples of a copy, up to MOST."""
-    return [m for m in divisors(problem.batch // dp) if m <= MOST]
+def _micro_batches(problem: PlanProblem, replicas: int) -> list[int]:
+    """Numbers of micro-batches of whatever divides the samples of a replica, up to MOST."""
+    own = problem.batch // replicas
+    return [own // samples for samples in divisors(own) if samples <= MOST]
 
 
 def _choices(problem: PlanProblem, space: Space, base: Setting) -> Iterator[Setting]:
     for sp, overlap in _tensor_ways(space, base):
         for recompute in space.recompute:
             for schedule, chunks in _schedules(problem, space, base):
-                yield replace(base, sequence_parallel=sp, overlap_tp=overlap, recompute=recompute, schedule=schedule, virtual=chunks)
+                yield replace(base, sp=sp, async_tp=overlap, recompute=recompute, schedule=schedule, virtual=chunks)
 
 
 def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:
     """A candidate with each way its copies may share state."""
     for zero in space.zero if s.size("data") > 1 else (min(space.zero),):
-        for keep in space.keep_gathered if zero == 3 and s.micro_batches > 1 else (False,):
-            made = replace(s, zero=zero, keep_gathered=keep)
+        for keep in space.gather_once if zero == 3 and s.micro_batches > 1 else (False,):
+            made = replace(s, zero=zero, gather_once=keep)
             if limits.allows(made):
                 yield made
 
@@ -239,18 +242,18 @@ def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:
 def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     if base.tp == 1:
         return [(False, False)]
-    best = max(space.overlap_tp)  # a collective in pieces overlapped with its matmul is never later than one before it
-    ways = space.sequence_parallel if base.cp == 1 else space.sequence_parallel[-1:]  # where tokens are sharded anyway, they are between matmuls too
+    best = max(space.async_tp)  # a collective in pieces overlapped with its matmul is never later than one before it
+    ways = space.sp if base.cp == 1 else space.sp[-1:]  # where tokens are sharded anyway, they are between matmuls too
     return [(sp, sp and best) for sp in ways]
 
 
 def _schedules(problem: PlanProblem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:
     if base.pp == 1:
-        yield PLAIN, 1
+        yield PLAIN, 0
         return
     for name in space.schedules:
         if not SCHEDULES[name].takes_chunks:
-            yield name, 1
+            yield name, 0
         elif SCHEDULES[name].may_take(base.pp, base.micro_batches):
             even = [v for v in CHUNKS if problem.chunk(base.pp * v)]
             yield from ((name, v) for v in even or CHUNKS if base.pp * v <= problem.depth + 2 * bool(even))

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh
 from weft.plan.pins import parse_pin
 from weft.plan.rewritten import Move
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
-from weft.plan.setting import AGAIN, MIXED, OFFLOAD, OFFLOADED, Setting
 from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
@@ -45,11 +44,17 @@ DECIDED = (
     "gather_once",
     "async_tp",
 )  # by a search
-RECOMPUTE = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
-WORDS = (*FLAGS, *RECOMPUTE, *SCHEDULES)
+RECOMPUTE = ("", "selective", "per-op", "full")  # what all layers of a stack may recompute
+OFFLOAD = "offload"  # the host keeps what the backward pass reads of a layer or, of one that is recomputed, its inputs
+OFFLOADED = (OFFLOAD, f"full-{OFFLOAD}")
+MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan says which
+AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
+RECOMPUTE_WORDS = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
+WORDS = (*FLAGS, *RECOMPUTE_WORDS, *SCHEDULES)
 LISTS = ("zero3:PATTERN", "stage:BLOCKS", "cut:MODULE", "pin:PATTERN=tp:S(1)", "share:KIND*COPIES*SAMPLES*TIMES")
 PIECE = re.compile(r"([\w.-]+)(?:/([\w-]+))?(?:\*(\d+))?")
 SHARE = re.compile(r"(.+)\*(\d+)\*(\d+)\*(\d+)")
+SIZES = {"layer": 1.0, "attention": 0.5, "ffn": 0.5}  # of pieces, in layers
 Piece = tuple[str, str, int]  # a block, what of it is recomputed, how often it comes
 Share = tuple[str, int, int, int]  # a kind of device, its copies of the model, samples of a micro-batch, micro-batches
 
@@ -69,7 +74,7 @@ class Spec:
     schedule: str = PLAIN
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
     virtual: int = 0  # runs of layers on each rank of the pipeline
-    recompute: str = ""  # what repeated blocks recompute, of `setting.AGAIN`; `mixed` where `stages` say it block by block
+    recompute: str = ""  # what repeated blocks recompute, of AGAIN; `mixed` where `stages` say it block by block
     ring: bool = False  # keys gathered along cp in chunks, overlapped with the attention
     a2a: bool = False  # heads sharded along cp during the attention
     gather_once: bool = False  # under ZeRO-3, parameters gathered and gradients reduced once a step, not for every micro-batch
@@ -104,8 +109,8 @@ class Spec:
         text = text or str(self)
         if not 0 <= self.zero <= 3 or any(getattr(self, a) < 1 for a in AXES):
             raise PlanError(f"no plan {text!r}", needed="degrees of 1 or more, and zero0 to zero3", found=text)
-        if self.schedule not in SCHEDULES or self.recompute not in RECOMPUTE.values():
-            known = f"a schedule of {', '.join(SCHEDULES)}; recompute of {', '.join(filter(None, RECOMPUTE.values()))}"
+        if self.schedule not in SCHEDULES or self.recompute not in RECOMPUTE_WORDS.values():
+            known = f"a schedule of {', '.join(SCHEDULES)}; recompute of {', '.join(filter(None, RECOMPUTE_WORDS.values()))}"
             raise PlanError(f"no plan {text!r}", needed=known, found=f"{self.schedule}, {self.recompute or 'none'}")
         if self.pp == 1 and ordered and "pp" not in self.open:
             raise PlanError(f"no plan {text!r}", needed=f"pp2 or more for {self.schedule}", found="one stage")
@@ -157,6 +162,21 @@ class Spec:
     def virtual_stages(self) -> int:
         return self.pp * self.chunks
 
+    @property
+    def layers(self) -> tuple[float, ...]:
+        """Layers of each virtual stage, where it is said what stages are made of; attention or feed-forward alone is half of one."""
+        return tuple(sum(SIZES.get(name, 0.0) * n for name, _, n in stage) for stage in self.stages)
+
+    def recomputing(self, way: str) -> Self:
+        """The same with all layers run in one of the ways of `plan.layers`."""
+        again = "" if way in ("none", OFFLOAD) else way.removesuffix(f"-{OFFLOAD}")
+        return replace(self, recompute=again, offload=way.endswith(OFFLOAD))
+
+    def with_layers(self, counts: Sequence[int]) -> Self:
+        """The same with so many layers in each virtual stage, of which all recompute the same."""
+        way = "none" if self.recompute == MIXED else self.again or "none"
+        return replace(self, stages=tuple((("layer", way, n),) for n in counts))
+
     def zero_of(self, parameter: str) -> int:
         """The ZeRO stage of a parameter, by the last pattern that fits its name."""
         return next((level for pattern, level in reversed(self.groups) if fnmatch.fnmatch(parameter, pattern)), self.zero)
@@ -181,7 +201,7 @@ class Spec:
         yield from ("zero0" for _ in range("zero" in said and not self.zero))
         yield from (word if getattr(self, name) else f"no-{word}" for word, name in FLAGS.items() if getattr(self, name) or name in said)
         if self.recompute or "recompute" in said:
-            yield next((word for word, way in RECOMPUTE.items() if way == self.recompute), f"recompute:{self.recompute}")
+            yield next((word for word, way in RECOMPUTE_WORDS.items() if way == self.recompute), f"recompute:{self.recompute}")
         yield from (f"zero{level}:{pattern}" for pattern, level in self.groups)
         yield from ("stage:" + "+".join(map(_told_piece, stage)) for stage in self.stages)
         yield from (f"cut:{path}" for path in self.cuts)
@@ -206,31 +226,6 @@ class Spec:
             own["moves"] = tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in own["moves"])
         return Spec(**own | {"open": frozenset(own.get("open", ()))})
 
-    # -- as the simulator takes it ---------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def of(s: Setting) -> Spec:
-        """The decisions of a setting, which counts ep among dp."""
-        again = "" if s.recompute in ("none", OFFLOAD) else s.recompute.removesuffix(f"-{OFFLOAD}")
-        return Spec(
-            s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel, 0, s.pp, s.schedule if s.pp > 1 else PLAIN,
-            s.micro_batches if s.pp > 1 or s.micro_batches > 1 else 0, s.virtual if s.virtual > 1 else 0, again,
-            gather_once=s.keep_gathered, async_tp=s.overlap_tp, offload=s.recompute in OFFLOADED,
-        )  # fmt: skip
-
-    def setting(self, **given: Any) -> Setting:
-        """The decisions with what they are made for: the batch, its number type, kernels."""
-        dp, batch = self.dp * self.ep, int(given["global_batch"])
-        samples, over = divmod(batch, dp * self.micro_batches)
-        if over or not samples:
-            raise PlanError(
-                "the batch does not divide", needed=f"a multiple of dp x micro-batches = {dp * self.micro_batches}", found=str(batch),
-            )  # fmt: skip
-        return Setting(
-            **given, micro_batch=samples, dp=dp, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, virtual=max(1, self.virtual), sequence_parallel=self.sp,
-            zero=self.zero, keep_gathered=self.gather_once, recompute=self.again or "none", schedule=self.schedule, overlap_tp=self.async_tp,
-        )  # fmt: skip
-
 
 def left_to_host(way: str) -> str:
     """The same way of running a layer, with what it keeps kept by the host."""
@@ -247,8 +242,8 @@ def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
         yield found[1], int(found[2])
     elif word in SCHEDULES:
         yield "schedule", word
-    elif word in RECOMPUTE:
-        yield "recompute", RECOMPUTE[word]
+    elif word in RECOMPUTE_WORDS:
+        yield "recompute", RECOMPUTE_WORDS[word]
     elif word.removeprefix("no-") in FLAGS:
         yield FLAGS[word.removeprefix("no-")], not word.startswith("no-")
     elif kind in ("zero0", "zero1", "zero2", "zero3") and rest:

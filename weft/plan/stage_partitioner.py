@@ -29,7 +29,8 @@ from weft.plan.memory import Memory, saved, stage_memory, stays
 from weft.plan.partition import even, even_layers, partition
 from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.schedules import Action, Order
-from weft.plan.setting import OFFLOAD, OFFLOADED, Setting
+from weft.plan.setting import Setting
+from weft.plan.spec import OFFLOAD, OFFLOADED
 from weft.plan.workload import Block, Workload
 
 WAYS = ("none", "activation", "selective", "ffn", "per-op", "full")
@@ -57,9 +58,21 @@ def blocks_of(work: Workload, pieces: Sequence[Sequence[Piece]], starts: Sequenc
         raise PlanError(f"the model has no part named {odd!r}", needed=" or ".join(named), found=odd, try_="plan again")
     before = starts or list(itertools.accumulate((layers_of(stage) for stage in pieces), initial=0))
     return replace(work, stages=tuple(
-        tuple((replace(named[name], again=again), n) for name, again, n in by_kind(work, stage, start))
+        tuple((replace(named[name], again=again), n) for name, again, n in by_kind(work, stage, start) if n)
         for stage, start in zip(pieces, before, strict=False)
     ))  # fmt: skip
+
+
+def staged(work: Workload, setting: Setting) -> Workload:
+    """The workload in the stages that a setting names, with embedding and head at the ends; as it is where none are named."""
+    if not setting.stages:
+        return work
+    made = [list(stage) for stage in blocks_of(work, setting.stages).stages]
+    if setting.stages[0][0][0] != "first":
+        made[0].insert(0, (work.first, 1))
+    if setting.stages[-1][-1][0] != "last":
+        made[-1].append((work.last, 1))
+    return replace(work, stages=tuple(map(tuple, made)))
 
 
 def layers_of(pieces: Sequence[Piece]) -> int:
@@ -205,7 +218,7 @@ class StagePartitioner:
         if s.pp == 1:
             made = self._fitting(0, 0, 2 * self.work.depth)
             return None if made is None else (made[1],)
-        if s.virtual > 1 or not self.measure.free:
+        if s.chunks > 1 or not self.measure.free:
             return self._even()
         return self._free()
 
@@ -231,8 +244,8 @@ class StagePartitioner:
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
         s = self.setting
-        few = min(s.micro_batches, (2 if s.virtual == 1 else 3) * s.pp)
-        return s.pipeline.orders(s.pp, few - few % s.pp if s.virtual > 1 else few, s.virtual)
+        few = min(s.micro_batches, (2 if s.chunks == 1 else 3) * s.pp)
+        return s.pipeline.orders(s.pp, few - few % s.pp if s.chunks > 1 else few, s.chunks)
 
     def _pieces(self, stage: int, start: int, count: int, mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
         """`count` half layers from half `start` on, full layers by the mix, ends as the mix begins."""
@@ -324,7 +337,7 @@ class StagePartitioner:
     @cached_property
     def _alive(self) -> Sequence[int]:
         """Micro-batches whose activations a stage keeps at most."""
-        return self.setting.pipeline.in_flight(self.setting.pp, self.setting.micro_batches, self.setting.virtual)
+        return self.setting.pipeline.in_flight(self.setting.pp, self.setting.micro_batches, self.setting.chunks)
 
     def _seconds(self, stage: int, pieces: Sequence[Piece]) -> float:
         times = self.times[self.devices[stage].name]
@@ -361,7 +374,7 @@ class StagePartitioner:
     def _even(self) -> tuple[tuple[Piece, ...], ...] | None:
         """Equal chunks, embedding and head counted as a layer where only that divides, or chunks as equal as can be; every stage runs as much
         again as the fullest must, or, where stages may differ, as it must itself."""
-        s, cuts = self.setting, self.setting.pp * self.setting.virtual
+        s, cuts = self.setting, self.setting.virtual_stages
         if cuts > self.work.depth:
             return None
         counts = even_layers(self.work.depth, cuts)
@@ -379,7 +392,7 @@ class StagePartitioner:
     def _chunk(self, g: int, layers: int, level: int) -> tuple[Piece, ...]:
         """Chunk g with `level` steps along its mixes."""
         mixes = self._mixes(layers)
-        cuts = self.setting.pp * self.setting.virtual
+        cuts = self.setting.virtual_stages
         mix = mixes[min(level, len(mixes) - 1)]
         ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == cuts - 1 else [])
         return (*ends[0], *((LAYER, way, n) for way, n in spread(mix)), *ends[1])

@@ -20,6 +20,7 @@ from weft.core.errors import ClusterError
 from weft.plan.memory import stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import LayerRun
+from weft.plan.plan import with_pieces
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.stage_partitioner import LAYER, Piece, by_kind, named_blocks
@@ -27,11 +28,11 @@ from weft.plan.stage_partitioner import LAYER, Piece, by_kind, named_blocks
 
 def uneven(search: Search, setting: Setting) -> Found | None:
     """A pipeline with its layers split by the time of each stage; None where the even split is as good or nothing fits."""
-    if setting.pp == 1 or setting.virtual > 1:
+    if setting.pp == 1 or setting.chunks > 1:
         return None
     stages, depth, last = _Stages(search, setting), search.problem.depth, setting.pp - 1
     found = partition(depth, setting.pp, stages.cost, lambda i, a: range(a + (0 < i < last), depth + 1), even)
-    return None if found is None else search.price(setting, tuple(b - a for a, b in itertools.pairwise((0, *found))))
+    return None if found is None else search.price(setting.with_layers([b - a for a, b in itertools.pairwise((0, *found))]))
 
 
 @dataclass
@@ -46,7 +47,8 @@ class _Stages:
         self._fits: dict[tuple[int, int, int], bool] = {}
 
     def pieces(self, i: int, a: int, b: int) -> list[Piece]:
-        again, made = self.setting.recompute, [(LAYER, self.setting.recompute, b - a)] if b > a else []
+        again = self.setting.again or "none"
+        made = [(LAYER, again, b - a)] if b > a else []
         ends = [("first", again, 1)] * (i == 0), [("last", again, 1)] * (i == self.setting.pp - 1)
         return list(by_kind(self.work, [*ends[0], *made, *ends[1]], a))
 
@@ -90,6 +92,10 @@ class Shared:
     memory: float
 
 
+def with_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
+    return with_pieces(setting, [(x.kind, x.copies, x.micro_batch, x.micro_batches) for x in shares])
+
+
 def deal(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:
     """How many of `total` each copy of every kind takes, at least one; `seconds(kind, n)` is what n take on that kind.
 
@@ -122,7 +128,7 @@ def shared(search: Search, setting: Setting) -> Shared | None:
     it, with the share its copies take: a copy meets the others in collectives alone, and those wait for the slowest."""
     cluster, s = search.cluster, setting
     per = s.tp * s.cp
-    if s.pp > 1 or s.dp == 1 or any(g.devices % per for g in cluster.groups):
+    if s.pp > 1 or s.replicas == 1 or any(g.devices % per for g in cluster.groups):
         return None
     counts = [g.devices // per for g in cluster.groups]
     views = search.views
@@ -138,15 +144,14 @@ def shared(search: Search, setting: Setting) -> Shared | None:
 
 def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: bool) -> Shared | None:
     """`by_size`: copies take as many micro-batches of unequal size, which every sharding allows; else more or fewer of one size."""
-    if not by_size and s.zero >= 2 and not s.keep_gathered:
+    if not by_size and s.zero >= 2 and not s.gather_once:
         return None  # each micro-batch has its collectives, so all copies must have as many
-    unit = s.dp * (s.micro_batches if by_size else s.micro_batch)
     rounds = s.micro_batches if by_size else s.micro_batch
     if s.global_batch % rounds:
         return None
 
     def at(n: int) -> Setting:
-        return replace(s, micro_batch=n, global_batch=unit * n) if by_size else replace(s, global_batch=unit * n)
+        return replace(s, global_batch=s.replicas * rounds * n) if by_size else s.in_micro_batches(n)
 
     def seconds(kind: int, n: int) -> float:
         found = views[kind].price(at(n))

@@ -6,8 +6,7 @@ placed program, so that devices which only repeat each other's work are reported
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import Any
 
 from weft.cluster.spec import cluster
@@ -16,8 +15,10 @@ from weft.core.layout import P, S
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.interval import NOT_MODELLED, equal_within, spread
+from weft.plan.partition import even_layers
 from weft.plan.plan import FORESEEN, ZERO, Plan, step_of
-from weft.plan.setting import Setting
+from weft.plan.setting import DECISIONS, Setting
+from weft.plan.spec import MIXED, SIZES, Share
 
 DEGREES = {
     "dp": "data-parallel replicas", "tp": "tensor parallelism", "pp": "pipeline stages",
@@ -28,7 +29,6 @@ AGAIN = {
     "ffn": "the MLP up to its activation", "selective": "attention and the MLP's activation",
     "per-op": "all but attention and every second matmul", "full": "the full layer", "full-offload": "the full layer, inputs in host memory",
 }  # fmt: skip
-HALVES = ("attention", "ffn")  # blocks that are half a layer each
 
 Row = tuple[str, str, str]
 
@@ -40,8 +40,8 @@ def rows(plan: Plan) -> Iterator[Row]:
     if plan.layouts.get("rules"):
         where = ", also by parallelize" if "moves" in plan.layouts else "; the file does not record where"
         yield "rules", ", ".join(plan.layouts["rules"]), f"algebraic rewrites of the step{where}"
-    for share in plan.shares:
-        yield "share", str(share["kind"]), _share(share).partition(": ")[2]
+    for share in s.shares:
+        yield "share", share[0], _share(share).partition(": ")[2]
     yield "dtype", s.dtype, f"gradients reduced in {s.grad_dtype}"
 
 
@@ -50,9 +50,10 @@ def _times(n: int, noun: str) -> str:
     return f"{n:,} {noun if n == 1 else many}"
 
 
-def _share(share: Mapping[str, Any]) -> str:
-    copies, much = int(share["copies"]), f"{_times(share['micro_batches'], 'micro-batch')} of {share['micro_batch']}"
-    return f"{share['kind']}: " + (f"1 replica takes {much}" if copies == 1 else f"{_times(copies, 'replica')} take {much} each")
+def _share(share: Share) -> str:
+    kind, copies, samples, rounds = share
+    much = f"{_times(rounds, 'micro-batch')} of {samples}"
+    return f"{kind}: " + (f"1 replica takes {much}" if copies == 1 else f"{_times(copies, 'replica')} take {much} each")
 
 
 def _in_pieces(samples: int, rounds: int, batch: int) -> Row:
@@ -122,19 +123,19 @@ def _room(plan: Plan) -> str:
 
 def _stack(plan: Plan) -> Iterator[Row]:
     s = plan.setting
-    yield from ((axis, str(s.size(axis)), means) for axis, means in DEGREES.items() if s.size(axis) > 1)
+    yield from ((axis, str(getattr(s, axis)), means) for axis, means in DEGREES.items() if getattr(s, axis) > 1)
     yield _in_pieces(s.micro_batch, s.micro_batches, s.global_batch)
     yield _sharded(s)
     if s.tp > 1:
-        between = "activations between TP regions sharded along the sequence" if s.sequence_parallel else "activations between TP regions replicated"
-        yield "tensor", "sp" if s.sequence_parallel else "plain", between + (", collectives overlapped with matmuls (async TP)" if s.overlap_tp else "")
-    again = {
+        between = "activations between TP regions sharded along the sequence" if s.sp else "activations between TP regions replicated"
+        yield "tensor", "sp" if s.sp else "plain", between + (", collectives overlapped with matmuls (async TP)" if s.async_tp else "")
+    way, again = s.named("recompute"), {
         "none": "all activations kept", "offload": "activations kept in host memory", "full": "full layers recomputed in backward",
         "full-offload": "full layers recomputed in backward from inputs kept in host memory", "mixed": _mixed(plan),
     }  # fmt: skip
-    yield "recompute", s.recompute, again.get(s.recompute, f"{AGAIN[s.recompute]} recomputed in backward" if s.recompute in AGAIN else "")
+    yield "recompute", way, again.get(way, f"{AGAIN[way]} recomputed in backward" if way in AGAIN else "")
     if s.pp > 1:
-        yield "schedule", s.schedule, f"{s.virtual} chunks of layers per stage" if s.virtual > 1 else "one chunk of layers per stage"
+        yield "schedule", s.schedule, f"{s.chunks} chunks of layers per stage" if s.chunks > 1 else "one chunk of layers per stage"
         yield "layers", *_layers(plan)
 
 
@@ -142,27 +143,23 @@ def _sharded(s: Setting) -> Row:
     if s.size("data") == 1:
         return "sharded", "nothing", "one replica"
     means = f"{ZERO[s.zero]} sharded over replicas{' (FSDP)' if s.zero == 3 else ''}" if s.zero else ZERO[0]
-    return "sharded", f"zero{s.zero}", means + (", parameters gathered once per step" if s.keep_gathered else "")
+    return "sharded", f"zero{s.zero}", means + (", parameters gathered once per step" if s.gather_once else "")
 
 
 def _layers(plan: Plan) -> tuple[str, str]:
     """Layers of each stage in the order of the model; half a layer is its attention or its MLP."""
-    each = "of each chunk, in the model's order" if plan.setting.virtual > 1 else "of each stage"
-    if not plan.stages:
-        return " ".join(map(str, plan.layers)) or "even", each
-    counts = [sum(_size(name) * n for name, _, n in stage) for stage in plan.stages]
+    s, counts = plan.setting, plan.setting.layers
+    each = "of each chunk, in the model's order" if s.chunks > 1 else "of each stage"
+    if s.recompute != MIXED and counts in ((), even_layers(int(sum(counts)), s.virtual_stages)):
+        return "even", each
     return " ".join(f"{c:g}" for c in counts), each + ("; half a layer is attention or MLP" if any(c % 1 for c in counts) else "")
-
-
-def _size(block: str) -> float:
-    return 0.5 if block in HALVES else float(block == "layer")
 
 
 def _mixed(plan: Plan) -> str:
     """What is recomputed in how many layers, the most work first."""
     counts: dict[str, float] = {}
-    for name, again, n in (piece for stage in plan.stages for piece in stage):
-        counts[again] = counts.get(again, 0.0) + _size(name) * n
+    for name, again, n in (piece for stage in plan.setting.stages for piece in stage):
+        counts[again] = counts.get(again, 0.0) + SIZES.get(name, 0.0) * n
     told = [(again, counts[again]) for again in reversed(AGAIN) if counts.get(again)]
     return ", ".join(f"{AGAIN[again]} in {n:g} layer{'s' * (n != 1)}" for again, n in told)
 
@@ -179,8 +176,8 @@ def _captured(plan: Plan) -> Iterator[Row]:
     yield _in_pieces(s.global_batch // (rounds * _cuts_samples(placed)), rounds, s.global_batch)
     if s.zero and s.dp > 1:
         yield _sharded(s)
-    again = {"none": "all activations kept", "full": "blocks or segments recomputed in backward"}
-    yield "recompute", s.recompute, again.get(s.recompute, "parts of blocks recomputed in backward")
+    again = {"": "all activations kept", "full": "blocks or segments recomputed in backward"}
+    yield "recompute", s.named("recompute"), again.get(s.again, "parts of blocks recomputed in backward")
 
 
 def _shared(placed: Any, axis: str) -> str:
@@ -215,11 +212,11 @@ def differences(a: Plan, b: Plan) -> Iterator[Row]:
     for name in ("model", "cluster", "seq", "objective", "origin"):
         yield from _apart(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _apart("rules", *(", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b)))
-    for f in fields(Setting):
-        yield from _apart(f.name, str(getattr(a.setting, f.name)), str(getattr(b.setting, f.name)))
+    for name in DECISIONS:
+        yield from _apart(name, str(a.setting.named(name)), str(b.setting.named(name)))
     yield from _apart("layers", *(_layers(p)[0] if p.setting.pp > 1 and not p.layouts else "all on one stage" for p in (a, b)))
-    yield from _apart("recompute by layer", *(_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.recompute for p in (a, b)))
-    yield from _apart("shares", *(", ".join(map(_share, p.shares)) or "equal" for p in (a, b)))
+    yield from _apart("recompute by layer", *(_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.named("recompute") for p in (a, b)))
+    yield from _apart("shares", *(", ".join(map(_share, p.setting.shares)) or "equal" for p in (a, b)))
     x, y = (p.layouts.get("inputs", {}) for p in (a, b))
     for name in sorted({**x, **y}):
         yield from _apart(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))

@@ -63,7 +63,7 @@ class CapturedLayers:
 
     def extra(self, s: Setting, pins: Sequence[Pin]) -> float:
         """Seconds a step takes longer with the pins."""
-        named = Spec(tp=s.tp, sp=s.sequence_parallel)
+        named = Spec(tp=s.tp, sp=s.sp)
         more = self.seconds(named, tuple(pins), s.micro_batch) - self.seconds(named, (), s.micro_batch)
         return more * (self.few.of / self.few.layers if self.few else 1) / s.pp * s.micro_batches
 
@@ -131,7 +131,7 @@ def with_layouts(made: Plan, extra: float, pins: Sequence[Pin], origin: str) -> 
     scale = made.step_ms / ms
     rates = {k: float(f"{made.predicted[k] * scale:.6g}") for k in ("tokens_per_s", "mfu")}
     predicted = {**made.predicted, **rates, "step_ms": float(f"{ms:.6g}"), "layouts_ms": float(f"{extra * 1e3:.6g}")}
-    return replace(made, origin=origin, predicted=predicted, limits={**made.limits, "layouts": [str(p) for p in pins]})
+    return replace(made, origin=origin, predicted=predicted, setting=replace(made.setting, pins=tuple(map(str, pins))))
 
 
 def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, Any], say: Say = lambda _: None) -> Plan:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.cluster.kernels import WIDTH
 from weft.cost.work import Collective, Gemm, MemoryBound, Op
-from weft.plan.setting import OFFLOAD, OFFLOADED
+from weft.plan.spec import OFFLOAD, OFFLOADED
 
 ROUND = 128  # a size padded to a multiple of it is aligned for any device, on up to 16 of them
 

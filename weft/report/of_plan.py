@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from weft.core.errors import WeftError
 from weft.cost.interval import NOT_MODELLED, spread
 from weft.plan.memory import saved
 from weft.plan.named import input_layouts
-from weft.plan.partition import share
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
@@ -21,7 +18,7 @@ from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, detail
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
-from weft.plan.stage_partitioner import blocks_of
+from weft.plan.stage_partitioner import staged
 from weft.plan.summaries import rows
 from weft.plan.workload import Workload
 from weft.report.facts import Curve, Facts, Figure, View
@@ -65,7 +62,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
     plan.require_may_run(run_model)
     say("the model")
     made = replace(base, **_model(plan))
-    if plan.shares:
+    if plan.setting.shares:
         return replace(made, memory_note="Copies of unequal devices take unequal shares; their step is not drawn.")
     say("the step")
     made = replace(made, **_step(plan))
@@ -77,7 +74,7 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
 def _reasons(plan: Plan, say: Say, run_model: bool = False) -> list[dict[str, Any]]:
     from weft.plan.explain import explain
 
-    return [dataclasses.asdict(r) for r in explain(plan, lambda text: say(f"what else for {text}"), run_model)]
+    return [r.data() for r in explain(plan, lambda text: say(f"what else for {text}"), run_model)]
 
 
 def name_of(plan: Plan) -> str:
@@ -117,19 +114,14 @@ def _model(plan: Plan) -> dict[str, Any]:
         placed = _placed(plan, made)
     except WeftError as error:
         return {"says": [f"The layouts of single tensors are not drawn: {error.message}."]}
-    stages = _stages(plan, _search(plan).problem.depth) if plan.setting.pp > 1 else []
+    stages = _stages(plan.setting) if plan.setting.pp > 1 else []
     return {**placed, "repeats": layers / few, "stages": stages}
 
 
-def _stages(plan: Plan, layers: int) -> list[float]:
+def _stages(s: Setting) -> list[float]:
     """Layers of each stage, its chunks together."""
-    s = plan.setting
-    if plan.stages:  # attention or feed-forward alone is half a layer
-        halves = {"layer": 2, "attention": 1, "ffn": 1}
-        chunks = [sum(halves.get(name, 0) * n for name, _, n in stage) / 2 for stage in plan.stages]
-    else:
-        chunks = [float(n) for n in plan.layers or share(layers, s.pp * s.virtual)]
-    return [sum(n for n, g in zip(chunks, s.pipeline.places(s.pp, s.virtual), strict=True) if g % s.pp == i) for i in range(s.pp)]
+    places = s.pipeline.places(s.pp, s.chunks)
+    return [sum(n for n, g in zip(s.layers, places, strict=True) if g % s.pp == i) for i in range(s.pp)]
 
 
 def _placed(plan: Plan, w: Any) -> dict[str, Any]:
@@ -141,8 +133,8 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
 
     s = plan.setting
     optimizer = torch.optim.AdamW(w.model.parameters())
-    captured = capture(w.model, w.example(s.dp * s.micro_batch, device="meta"), w.loss, optimizer)
-    named = Spec(s.dp // s.ep, s.cp, s.ep, s.tp, s.zero, s.sequence_parallel and s.tp > 1)
+    captured = capture(w.model, w.example(s.replicas * s.micro_batch, device="meta"), w.loss, optimizer)
+    named = Spec(s.dp, s.cp, s.ep, s.tp, s.zero, s.sp and s.tp > 1)
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
     held = tensors(program, captured.states)
@@ -155,17 +147,16 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
 
 def _step(plan: Plan) -> dict[str, Any]:
     search, setting, note = _search(plan), plan.setting, ""
-    if setting.pp * setting.virtual * setting.micro_batches > EXACT:
+    if setting.virtual_stages * setting.micro_batches > EXACT:
         few = 2 * setting.pp
         note = f"The first {few} of {setting.micro_batches:,} micro-batches; the rest repeats them."
-        setting = replace(setting, global_batch=setting.dp * setting.micro_batch * few)
-    step = search.step(setting, plan.layers, plan.stages)
+        setting = setting.in_micro_batches(few)
+    step = search.step(setting)
     views = [View("the full step", {"predicted": step.timeline}, note)]
-    plain = replace(setting, recompute="none") if plan.stages else setting  # of uneven stages no layer is like another
-    for title, line in detail(search.work(setting), plain, search.cluster).items():
+    for title, line in detail(search.work(setting), setting, search.cluster).items():
         views.append(View(title, {"predicted": line}, "Op by op: what the host issues, the device computes and the links carry."))
     worst = max(range(len(step.memory)), key=lambda i: step.memory[i].total)
-    curves = list(_memory(setting, step, _sizes(plan, search.work(setting), setting), worst))
+    curves = list(_memory(setting, step, _sizes(search.work(setting), setting), worst))
     where = f"stage {worst}, the fullest of {setting.pp}" if setting.pp > 1 else "a device"
     return {
         "views": views, "causes_ms": _causes(plan), "memory": curves, "budget": search.memory,
@@ -179,16 +170,10 @@ def _search(plan: Plan) -> Search:
     return Search(request.problem(), limits)
 
 
-def _sizes(plan: Plan, work: Workload, s: Setting) -> list[float]:
+def _sizes(work: Workload, s: Setting) -> list[float]:
     """Bytes that a forward of each virtual stage keeps for its backward."""
-    if plan.stages:
-        return [sum(saved(s, block) * n for block, n in stage) for stage in blocks_of(work, plan.stages).stages]
-    counts = list(plan.layers) or share(work.depth, s.pp * s.virtual)
-    starts = itertools.accumulate(counts, initial=0)
-    sizes = [sum(saved(s, block) * k for block, k in work.layers(start, n)) for start, n in zip(starts, counts, strict=False)]
-    sizes[0] += saved(s, work.first)
-    sizes[-1] += saved(s, work.last)
-    return sizes
+    stages = staged(work, s).stages or (((work.first, 1), *work.layers(0, work.depth), (work.last, 1)),)
+    return [sum(saved(s, block) * n for block, n in stage) for stage in stages]
 
 
 def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:

@@ -10,7 +10,7 @@ from weft.core.errors import WeftError
 from weft.cost.timeline import Seen
 from weft.plan.plan import ZERO
 from weft.plan.schedules import PLAIN, SCHEDULES
-from weft.plan.setting import AGAIN
+from weft.plan.spec import AGAIN
 from weft.record.run import Run
 from weft.report.facts import Curve, Facts, Figure, View
 from weft.report.words import count, ms, percent, size
