@@ -36,6 +36,7 @@ from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizers import COUNT, settings_of
 from weft.frontend.capture.places import Change, Place, holds_traced, is_number
 from weft.frontend.capture.step import named_batch
+from weft.ops.pointwise import add, mul
 
 if TYPE_CHECKING:
     from weft.api.step import Step
@@ -588,7 +589,7 @@ def _filled_in(program: Program, values: Mapping[str, float]) -> dict[str, Node]
         if n.args and all(a.op.is_number for a in args) and n.shape == () and len(n.types) == 1:
             made[n] = _computed(n, args)
         else:
-            args = args[::-1] if n.op.name in ("add", "mul") and args[0].op.is_number else args
+            args = args[::-1] if n.op in (add, mul) and args[0].op.is_number else args
             made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
     return {name: made[n] for name, n in program.outputs}
 

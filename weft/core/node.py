@@ -128,6 +128,9 @@ class Op:
     parts: Function = None  # of an update by rows: the nodes it stands for
     erased: Function = None  # what it is to one device, in other ops, where ranks or the order of sums are all that it adds
     pieces: Function = None  # of another op done piece by piece: that op's node, the pieces of every label, and bytes moved to cut and join them
+    transcendental: bool = False  # whether elements go through exp, a logarithm and the like, or are drawn: more than they take to be moved
+    approximated: bool = False  # whether libraries approximate it, so that its last bits depend on where an element stands in a vector
+    adds_nothing: bool = False  # of an op of a tensor as a whole: no sum in it has an order
     is_input: bool = False  # a value given from outside, by `name`
     is_number: bool = False  # one number, `value`
     is_item: bool = False  # one of the values of its operand, by `index`

@@ -14,8 +14,10 @@ from functools import cached_property
 
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.work import MATH, MemoryBound, Op, Work, attention_of, scores_in_memory
+from weft.cost.work import MemoryBound, Op, Work, attention_of, scores_in_memory
+from weft.ops.pointwise import add
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
+from weft.ops.shape import permute_op, reshape_op
 
 COMPILED, EAGER, CLASSIC = "compiled", "eager", "classic"
 MANY = 4  # flops for each element it touches, beyond which an op does more than move memory
@@ -52,13 +54,13 @@ class Kernels:
         return [tuple(chain) for chain in order]
 
     def _may_join(self, n: Node) -> bool:
-        if self.style == CLASSIC and (n.op.kind is Kind.WHOLE or n.op.name == "add" and n not in self.ahead):
+        if self.style == CLASSIC and (n.op.kind is Kind.WHOLE or n.op is add and n not in self.ahead):
             return False
         return self.moves(n) and self.style != EAGER
 
     def _copies(self, n: Node) -> bool:
         """Whether a view is of what does not lie in its order."""
-        return self.style == CLASSIC and n.op.name == "reshape" and n.args[0].op.name == "permute"
+        return self.style == CLASSIC and n.op is reshape_op and n.args[0].op is permute_op
 
     @cached_property
     def _work(self) -> Work:
@@ -127,7 +129,7 @@ class Kernels:
         read = {b: min(held(b), *(nbytes(a.type) for n in nodes for a in n.args if self.base(a) is b)) for n in nodes for x in n.args
                 if (b := self.base(x)) not in inside and b.op.kind is not Kind.SOURCE}  # fmt: skip
         moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, inside))
-        hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.name.startswith(MATH))
+        hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.transcendental)
         made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
         if moved:  # a rate of its own has an op alone
             yield replace(made, kind=made.name, elements=float(_widest(nodes[0]))) if len(nodes) == 1 else made

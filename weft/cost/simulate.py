@@ -15,6 +15,7 @@ from weft.cost.price import compiles, on_mesh
 from weft.cost.timeline import Seen, Task, Timeline
 from weft.cost.walk import Walk
 from weft.cost.work import by_place
+from weft.ops.comm import send, slice_
 from weft.ops.host import COPIES, landed
 from weft.ops.registry import Kind, nbytes
 from weft.rewrite.updates import by_rows
@@ -48,7 +49,7 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None, above:
         for op in ops:
             walker.op(op)
         walker.join()
-        if isinstance(unit, Node) and unit.op.name == "send":
+        if isinstance(unit, Node) and unit.op is send:
             walker.wait("pp", walker.now + send_seconds(cluster, nbytes(unit.type), program.mesh.size("pp")))
         spent = walker.now - began
         last = unit if isinstance(unit, Node) else max(unit.nodes, key=at.__getitem__)
@@ -91,13 +92,13 @@ def name_of(unit: Node | Group) -> str:
     """A node by its op; a group by its name and what it mostly does."""
     if isinstance(unit, Node):
         return unit.op.name
-    moved = list(dict.fromkeys(n.op.name for n in unit.nodes if n.op.kind is Kind.COMM and n.op.name != "slice"))
+    moved = list(dict.fromkeys(n.op.name for n in unit.nodes if n.op.kind is Kind.COMM and n.op is not slice_))
     return f"{unit.kind} {unit.name}: {len(unit.nodes)} nodes" + (f" with {', '.join(moved)}" if moved else "")
 
 
 def _is_at(unit: Node | Group, stage: int) -> bool:
     """Whether a stage of the pipeline has any of it; a message is at both ends."""
-    nodes = unit.nodes if isinstance(unit, Group) else (unit, *(unit.args if unit.op.name == "send" else ()))
+    nodes = unit.nodes if isinstance(unit, Group) else (unit, *(unit.args if unit.op is send else ()))
     return any(root_of(n) in (None, stage) for n in nodes)
 
 

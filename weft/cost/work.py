@@ -16,12 +16,14 @@ from weft.cluster.kernels import WIDTH
 from weft.core.layout import Layout
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
+from weft.ops.comm import all_gather, all_reduce, all_to_all, broadcast, reduce_, reduce_scatter
 from weft.ops.host import COPIES
+from weft.ops.pointwise import add
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
+from weft.ops.shape import concat_op, pad_op
 
 DTYPES = {"f64": "fp64", "f32": "fp32", "bf16": "bf16", "f16": "fp16", "f8": "fp8"}
-MATH = ("gelu", "exp", "tanh", "sigmoid", "silu", "erf", "log", "softmax", "cross_entropy", "dropout", "pow", "sin", "cos")
-SENT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
+SENT = (all_reduce, reduce_scatter, all_gather, all_to_all, reduce_, broadcast)
 
 
 @dataclass(frozen=True)
@@ -159,18 +161,18 @@ class Work:
 
     def of(self, node: Node, placed: Node | None = None) -> list[Op]:
         """What a node is; `placed` is the same node on a mesh, where the program is on none."""
-        at, name = placed or node, node.op.name
-        if self.is_done_by_product(node) or (name in ("add", "pad") and self._laid_beside(node)):
+        at = placed or node
+        if self.is_done_by_product(node) or (node.op in (add, pad_op) and self._laid_beside(node)):
             return []
-        if _side_by_side(node) or (name == "concat" and not self._is_sent(node)):
+        if _side_by_side(node) or (node.op is concat_op and not self._is_sent(node)):
             return [MemoryBound("concat", 2.0 * nbytes(at.type), 0)]
-        if name == "pad":
+        if node.op is pad_op:
             return [MemoryBound("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
         return list(of_node(at, *self.edges(node)))
 
     def context(self, node: Node) -> object:
         """What of its neighbours a node's records depend on."""
-        joins = node.op.name in ("add", "pad", "concat")
+        joins = node.op in (add, pad_op, concat_op)
         return self.edges(node), joins and (self.is_done_by_product(node), _side_by_side(node), self._laid_beside(node), self._is_sent(node))
 
     def edges(self, node: Node) -> tuple[tuple[bool, ...], bool]:
@@ -186,7 +188,7 @@ class Work:
 
     def is_done_by_product(self, node: Node) -> bool:
         """A bias is added by the matmul it follows."""
-        if node.op.name != "add":
+        if node.op is not add:
             return False
         for one, other in (node.args, node.args[::-1]):
             alone = list(self.program.users[one]) == [node] and not self.program.outputs_of(one)
@@ -196,7 +198,7 @@ class Work:
 
     def _laid_beside(self, node: Node) -> bool:
         """Whether it is a padded piece, or a sum of some, that is laid side by side with others in one pass."""
-        return any(_side_by_side(u) or self._laid_beside(u) for u in self.program.users[node] if u.op.name == "add")
+        return any(_side_by_side(u) or self._laid_beside(u) for u in self.program.users[node] if u.op is add)
 
     def _is_sent(self, node: Node) -> bool:
         """Whether what it joins is only sent together, each from where it lies."""
@@ -215,9 +217,9 @@ def _side_by_side(node: Node) -> bool:
 
 def _pads(node: Node) -> list[Node]:
     """The padded pieces that a sum adds up; none where it adds anything else."""
-    if node.op.name != "add" or any(a.op.name not in ("add", "pad") for a in node.args):
+    if node.op is not add or any(a.op not in (add, pad_op) for a in node.args):
         return []
-    each = [[a] if a.op.name == "pad" else _pads(a) for a in node.args]
+    each = [[a] if a.op is pad_op else _pads(a) for a in node.args]
     return [x for pads in each for x in pads] if all(each) else []
 
 
@@ -263,7 +265,7 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
         edge = node if all(enters) and leaves else _outside(node, enters, leaves)
         yield MemoryBound(
             name, float(memory_traffic(edge)), 0, leaves + node.op.beside, flops=flops(node) if kind is Kind.WHOLE else 0.0,
-            dtype=dtype_of(node), share=share, math=_elements(node) if name.startswith(MATH) else 0.0,
+            dtype=dtype_of(node), share=share, math=_elements(node) if node.op.transcendental else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip
 
@@ -299,7 +301,7 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
         if node.op.kind is Kind.COMM:
             yield from _sent(node, peer=True)
     moved = sum(_read_here(program, a, inside) for a in read) + sum(_written_here(n) for n in kept)
-    hard = sum(_elements(n) for n in nodes if n.op.name.startswith(MATH))
+    hard = sum(_elements(n) for n in nodes if n.op.transcendental)
     over = {program.output_names[o] for o, _ in program.state}
     walk = "memory.in_place" if kept and all(n in over for n in kept) else ""
     yield MemoryBound("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard, walk=walk)
@@ -308,7 +310,7 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
 def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
     """Bytes a kernel reads of a value in its rank's own memory: of one it only scatters, its slice; its peers' slices are sent."""
     readers = [u for u in program.users[value] if u in inside]
-    if all(u.op.name == "reduce_scatter" for u in readers):
+    if all(u.op is reduce_scatter for u in readers):
         return max(nbytes(u.types[u.args.index(value)]) for u in readers)
     return sum(nbytes(t) for t in value.types)
 
@@ -316,7 +318,7 @@ def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
 def _written_here(node: Node) -> int:
     """Bytes a kernel writes of a value in its rank's own memory: of one it gathers, its slice; its peers write theirs."""
     of, picked = (node.args[0], slice(node.attr("index"), node.attr("index") + 1)) if node.op.is_item else (node, slice(None))
-    held = [a.type for a in of.args] if of.op.name == "all_gather" else of.types
+    held = [a.type for a in of.args] if of.op is all_gather else of.types
     return sum(nbytes(t) for t in held[picked])
 
 
@@ -325,13 +327,13 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
     name, axis = node.op.name, str(node.attr("axis"))
     given = float(sum(nbytes(a.type) for a in node.args))
     taken = float(sum(nbytes(t) for t in node.types))
-    if name in SENT:
+    if node.op in SENT:
         whole = max(given, taken)
-        yield Collective(name, whole if name == "all_gather" else given, axis, name, peer=peer)
+        yield Collective(name, whole if node.op is all_gather else given, axis, name, peer=peer)
         if not peer and _strided(node):
             yield MemoryBound(f"{name} laid out", 2 * whole, 0)
         if not peer and _uneven(node):
-            padded = {"all_gather": taken if _strided(node) else 0.0, "reduce_scatter": given}.get(name, given + taken)
+            padded = {all_gather: taken if _strided(node) else 0.0, reduce_scatter: given}.get(node.op, given + taken)
             yield MemoryBound(f"{name} of uneven pieces", 2 * padded, 0)
     elif taken < given and not peer and _strided(node):
         yield MemoryBound(name, 2 * taken, 0)

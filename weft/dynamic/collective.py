@@ -17,6 +17,7 @@ from weft.core.errors import StructureError
 from weft.core.layout import Layout
 from weft.core.node import Node, Type
 from weft.dynamic.sizes import EDGES, ROWS
+from weft.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, slice_
 from weft.ops.registry import Kind, define
 
 Groups = Mapping[str, Any]  # axis -> process group of this rank along it; the default group where none is named
@@ -65,7 +66,7 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
     """The number under which a collective is known to `exchange`."""
     axis = node.attr("axis")
     made = Exchange(node.op.name, node.args[0].layout, node.layout, axis, tuple(at.items()), groups.get(axis))
-    if node.op.name not in ("slice", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+    if node.op not in (slice_, all_reduce, reduce_scatter, all_gather, all_to_all):
         raise StructureError("a vertex function cannot do this collective", needed="a gather, a slice or a sum", found=node.op.name)
     for layout in (made.have, made.want):
         cut = layout.where_cut(axis)

@@ -22,7 +22,7 @@ from weft.core.node import Node
 from weft.dynamic import collective
 from weft.dynamic.model import Model, _inputs
 from weft.dynamic.trace import VertexProgram
-from weft.ops.comm import reshard
+from weft.ops.comm import all_gather, reshard
 from weft.plan.place import place
 
 
@@ -60,7 +60,7 @@ def shard(
 
 def _held_as(node: Node, want: Layout) -> Node:
     """The value in a layout; a gather that is undone at once is left out."""
-    before = node.args[0] if node.op.name == "all_gather" else node
+    before = node.args[0] if node.op is all_gather else node
     return before if before.layout == want else reshard(node, want)
 
 

@@ -20,10 +20,11 @@ from weft.core.role import Role
 from weft.dynamic.trace import Shape, VertexProgram, input_name, output_name
 from weft.dynamic.vertex import Source
 from weft.ops.fill import full, zeros_like
-from weft.ops.linalg import einsum, matmul
-from weft.ops.pointwise import add, neg
+from weft.ops.linalg import einsum, einsum_op, matmul
+from weft.ops.pointwise import add, dropout_op, neg, sub
 from weft.ops.registry import Kind, arg_sets
-from weft.ops.shape import concat, expand_like, narrow
+from weft.ops.segment import segment_max_op
+from weft.ops.shape import concat, expand_like, narrow, narrow_op, pad_op, permute_op, reshape_op
 from weft.ops.source import input_node
 
 
@@ -37,7 +38,7 @@ def specialise(f: VertexProgram, absent: Iterable[Source]) -> VertexProgram:
         if n in gone or _is_zero(n, zeros):
             zeros.add(n)
             made[n] = zeros_like(n)
-        elif n.op.name in ("add", "sub") and (rest := _without(n, zeros, made)) is not None:
+        elif n.op in (add, sub) and (rest := _without(n, zeros, made)) is not None:
             made[n] = rest
         else:
             made[n] = make(n.op, tuple(made[a] for a in n.args), dict(n.attrs))
@@ -49,8 +50,8 @@ def _is_zero(n: Node, zeros: set[Node]) -> bool:
     zero = frozenset(i for i, a in enumerate(n.args) if a in zeros)
     if not zero or len(n.types) > 1:
         return False
-    if any(part <= zero for part in arg_sets(n.op.linear, len(n.args))) or n.op.kind is Kind.COMM or n.op.name == "segment_max":
-        return 0 in zero or n.op.name != "segment_max"
+    if any(part <= zero for part in arg_sets(n.op.linear, len(n.args))) or n.op.kind is Kind.COMM or n.op is segment_max_op:
+        return 0 in zero or n.op is not segment_max_op
     rest = [a for i, a in enumerate(n.args) if i not in zero]
     if n.op.kind is not Kind.POINTWISE or n.dtype is torch.bool or any(not a.op.is_number for a in rest):
         return False
@@ -62,7 +63,7 @@ def _without(n: Node, zeros: set[Node], made: Mapping[Node, Node]) -> Node | Non
     """The other operand of a sum with zero, in the shape of the sum: a bias alone is still one row per vertex."""
     a, b = n.args
     if a in zeros:
-        return _wide(made[b] if n.op.name == "add" else neg(made[b]), n)
+        return _wide(made[b] if n.op is add else neg(made[b]), n)
     return _wide(made[a], n) if b in zeros else None
 
 
@@ -80,7 +81,7 @@ def _turned(f: VertexProgram) -> VertexProgram:
     swap: dict[Node, Node] = {}
     for n in f.program.find_all("permute", lambda n: n.attr("order") == (1, 0)):
         (product,) = n.args
-        if product.op.name == "einsum" and f.program.users[product] == (n,) and not f.program.outputs_of(product):
+        if product.op is einsum_op and f.program.users[product] == (n,) and not f.program.outputs_of(product):
             ins, out = product.attr("equation").split("->")
             swap[n] = einsum(f"{ins}->{out[::-1]}", *product.args)
     return f.with_nodes(swap, "gradients as weights lie") if swap else f
@@ -89,12 +90,12 @@ def _turned(f: VertexProgram) -> VertexProgram:
 def _joined(f: VertexProgram) -> VertexProgram:
     """pad(a) + pad(b), which tile a dim, is concat(a, b)."""
     swap: dict[Node, Node] = {}
-    inner = {a for n in f.program.nodes if n.op.name == "add" for a in n.args if a.op.name == "add" and len(f.program.users[a]) == 1}
+    inner = {a for n in f.program.nodes if n.op is add for a in n.args if a.op is add and len(f.program.users[a]) == 1}
     results = {n for _, n in f.program.outputs}
     for n in f.program.nodes:
-        if n.op.name == "add" and (n not in inner or n in results):
+        if n.op is add and (n not in inner or n in results):
             terms = list(_terms(n, inner - results))
-            pads = [t for t in terms if t.op.name == "pad" and t.shape == n.shape]
+            pads = [t for t in terms if t.op is pad_op and t.shape == n.shape]
             dims = {t.attr("dim") for t in pads}
             joined = _side_by_side(sorted(pads, key=lambda t: t.attr("before")), dims.pop()) if len(pads) > 1 and len(dims) == 1 else None
             if joined is not None:
@@ -140,8 +141,8 @@ def _narrowed(f: VertexProgram) -> VertexProgram:
         users, results = f.program.users, {n for _, n in f.program.outputs}
         swap: dict[Node, Node] = {}
         for n in reversed(f.program.nodes):
-            alone = n.op.kind is Kind.POINTWISE and users[n] and n not in results and n.op.name != "dropout"
-            if alone and all(u.op.name == "narrow" and u.attr("dim") == n.ndim - 1 > 0 for u in users[n]):
+            alone = n.op.kind is Kind.POINTWISE and users[n] and n not in results and n.op is not dropout_op
+            if alone and all(u.op is narrow_op and u.attr("dim") == n.ndim - 1 > 0 for u in users[n]):
                 swap |= {u: make(n.op, tuple(_part(a, n, u) for a in n.args), dict(n.attrs)) for u in users[n]}
         if not swap:
             return f
@@ -185,7 +186,7 @@ def hoist(functions: Mapping[str, VertexProgram], states: dict[str, Shape]) -> d
 def _of_weight(f: VertexProgram, matrix: Node) -> list[Any] | None:
     """The weight that a matrix is a view of, and the views to it; None if it is none."""
     views: list[Any] = []
-    while matrix.op.name in ("permute", "reshape"):
+    while matrix.op in (permute_op, reshape_op):
         views.append(matrix)
         matrix = matrix.args[0]
     weight = f.weight_at(matrix)

@@ -35,10 +35,10 @@ from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
 from weft.ops.embed import put, take
 from weft.ops.fill import arange
-from weft.ops.linalg import matmul
+from weft.ops.linalg import einsum_op, matmul
 from weft.ops.pointwise import add
 from weft.ops.segment import segment_max
-from weft.ops.shape import narrow, permute
+from weft.ops.shape import narrow, narrow_op, permute, reshape_op
 from weft.ops.source import input_node
 
 Function = Callable[[Vertex], None]
@@ -192,16 +192,16 @@ def _plainer(program: Program) -> dict[Node, Node]:
     found: dict[Node, Node] = {}
     for n in program.nodes:
         args = [remade([a], found)[a] for a in n.args]
-        if n.op.name == "einsum" and n.attr("equation") == "ak,nk->an":
+        if n.op is einsum_op and n.attr("equation") == "ak,nk->an":
             found[n] = matmul(args[0], permute(args[1], 1, 0))
-        elif n.op.name == "reshape" and (part := _chunk(args[0], n.shape)) is not None:
+        elif n.op is reshape_op and (part := _chunk(args[0], n.shape)) is not None:
             found[n] = part
     return found
 
 
 def _chunk(cut: Node, shape: Shape) -> Node | None:
     """What a narrow of a view gives, as a narrow of what is viewed."""
-    if cut.op.name != "narrow" or cut.args[0].op.name != "reshape" or cut.attr("dim") != cut.ndim - 2:
+    if cut.op is not narrow_op or cut.args[0].op is not reshape_op or cut.attr("dim") != cut.ndim - 2:
         return None
     (view,) = cut.args
     (x,) = view.args

@@ -306,7 +306,7 @@ def _normal(attrs: Attrs) -> Attrs:
     return {k: v for k, v in attrs.items() if k == "scale" or v}
 
 
-_attention = define(
+attention_op = define(
     "attention",
     kind=Kind.WHOLE,
     equation=_forward_equation,
@@ -351,7 +351,7 @@ def attention(
     masks = [] if mask is None else [_grouped_mask(_additive(mask, q), g, h)]
     seed, drops = ([dropout[1]], {"p": float(dropout[0]), "site": dropout[2]}) if dropout else ([], {})
     how = {"scale": _scale(scale, d), "causal": causal, "window": window, "offset": offset, "written_out": written_out, **drops}
-    out, lse = _attention(q5, k, v, *masks, *seed, **how)
+    out, lse = attention_op(q5, k, v, *masks, *seed, **how)
     return reshape(out, (b, h, s, v.shape[-1])), reshape(lse, (b, h, s))
 
 
@@ -367,7 +367,7 @@ def attention_over_keys(
     n = _blocks(k)
     q5, k5, v5 = reshape(q, (b, g, h // g, s, d)), reshape(k, (b, g, n, t // n, d)), reshape(v, (b, g, n, t // n, e))
     masks = [] if mask is None else [_blocked_mask(_grouped_mask(_additive(mask, q), g, h), n)]
-    out, lse = _attention(q5, k5, v5, *masks, scale=_scale(scale, d), causal=causal, window=window, offset=offset)
+    out, lse = attention_op(q5, k5, v5, *masks, scale=_scale(scale, d), causal=causal, window=window, offset=offset)
     out, lse = merge_blocks(out, lse)
     return reshape(out, (b, h, s, e)), reshape(lse, (b, h, s))
 

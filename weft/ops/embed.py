@@ -97,7 +97,7 @@ def _is_sharded(type_: Type, dim: int) -> bool:
     return any(atom.cut for atom in type_.layout.dims[dim])
 
 
-_take = define(
+take_op = define(
     "take",
     kind=Kind.WHOLE,
     equation=_take_equation,
@@ -109,12 +109,13 @@ _take = define(
     field=lambda p, x, index, dim: _take_run(x, index, dim),
     flops=out_elements,
     traffic=lambda n: nbytes(n.args[1].type) + 2 * nbytes(n.type),  # rows that are asked for, not the table
+    adds_nothing=True,
 )
 
 
 def take(x: Any, index: Any, dim: int = 0) -> Any:
     """The slices of `x` along a dim that the index names; its shape stands in place of the dim."""
-    return _take(x, index, dim=one_dim(dim, x.ndim))
+    return take_op(x, index, dim=one_dim(dim, x.ndim))
 
 
 def embedding(weight: Any, index: Any, padding_idx: int | None = None) -> Any:
@@ -145,7 +146,7 @@ def _put_run(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, dim: int)
     return out.index_add(dim, at[hit], x)
 
 
-_put = define(
+put_op = define(
     "put",
     kind=Kind.WHOLE,
     equation=_put_equation,
@@ -180,7 +181,7 @@ def before_comm(x: Node) -> Node:
 
 def put(x: Any, index: Any, rows: Any, dim: int = 0) -> Any:
     """take's transpose: adds each slice of `x` to the row its index names. `rows` [v] are the ascending rows to fill."""
-    return _put(x, index, rows, dim=one_dim(dim, x.ndim - index.ndim + 1))
+    return put_op(x, index, rows, dim=one_dim(dim, x.ndim - index.ndim + 1))
 
 
 def index_add(x: Any, index: Any, src: Any, dim: int = 0) -> Any:
@@ -219,6 +220,7 @@ _gather = define(
     field=lambda p, x, index, dim: torch.gather(x, dim, index.long()),
     traffic=lambda n: nbytes(n.args[1].type) + 2 * nbytes(n.type),  # elements that are asked for
     flops=out_elements,
+    adds_nothing=True,
 )
 
 
@@ -314,6 +316,7 @@ _scatter = define(
     linear=(frozenset({0, 2}),),
     vjp=lambda n, ct: (scatter(ct, n.args[1], zeros_like(n.args[2]), n.attr("dim")), None, gather(ct, n.args[1], n.attr("dim"))),
     flops=out_elements,
+    adds_nothing=True,
 )
 
 

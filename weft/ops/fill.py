@@ -74,7 +74,7 @@ def _filled(shape: tuple[int, ...], value: float | str, dtype: str) -> torch.Ten
     return torch.full(shape, float(value) if isinstance(value, str) else value, dtype=dtype_of(dtype))
 
 
-_full = define(
+full_op = define(
     "full",
     kind=Kind.SOURCE,
     infer=lambda types, attrs: _layout_of(attrs["shape"], attrs),
@@ -87,7 +87,7 @@ _full = define(
 
 def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtype = "f32", cuts: Cuts = ()) -> Any:
     """One number everywhere."""
-    return _full(shape=tuple(shape), value=value, dtype=dtype, mesh=mesh, cuts=cuts)
+    return full_op(shape=tuple(shape), value=value, dtype=dtype, mesh=mesh, cuts=cuts)
 
 
 def zeros_like(x: Any) -> Any:
@@ -113,7 +113,7 @@ def _arange_local(ctx: Local, size: int, start: float, step: float, dtype: str, 
     return _steps(ctx.out_positions(0), start, step, dtype)
 
 
-_arange = define(
+arange_op = define(
     "arange",
     kind=Kind.SOURCE,
     infer=_arange_infer,
@@ -126,7 +126,7 @@ _arange = define(
 
 def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
     """start, start + step, ...: `size` numbers, each rank making those it holds."""
-    return _arange(size=size, start=start, step=step, dtype=dtype, mesh=mesh, cuts=cuts)
+    return arange_op(size=size, start=start, step=step, dtype=dtype, mesh=mesh, cuts=cuts)
 
 
 def indices(x: Any, dim: int) -> Any:

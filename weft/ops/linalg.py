@@ -57,7 +57,7 @@ def _einsum_to(k: int, ins: list[str], right: str, n: Node, ct: Node) -> Node:
     return expand_like(reshape(out, shape), n.args[k])  # type: ignore[no-any-return]
 
 
-_einsum = define(
+einsum_op = define(
     "einsum",
     kind=Kind.CONTRACT,
     equation=einsum_equation,
@@ -71,7 +71,7 @@ _einsum = define(
 
 def einsum(equation: str, *xs: Any) -> Any:
     """torch.einsum's meaning; every label may be sharded, and a sharded label that is summed leaves the result Partial."""
-    return _einsum(*xs, equation=equation)
+    return einsum_op(*xs, equation=equation)
 
 
 def _letters(a: int, b: int) -> tuple[str, str, str]:

@@ -97,9 +97,10 @@ _cross_entropy_backward = define(
     written=_back_written,
     across=_back_written,
     flops=lambda n: 8.0 * math.prod(n.args[1].type.layout.largest_local),
+    transcendental=True,
 )
 
-_cross_entropy = define(
+cross_entropy_op = define(
     "cross_entropy",
     kind=Kind.WHOLE,
     equation=_token_equation,
@@ -109,12 +110,13 @@ _cross_entropy = define(
     across=_token_across,
     flops=lambda n: 6.0 * math.prod(n.args[0].type.layout.largest_local),
     doc="the loss of every target, 0 where it is ignored",
+    transcendental=True,
 )
 
 
 def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
     """logits [..., v], target [...] -> losses [...], 0 where ignored; a sharded vocabulary costs three small all_reduces."""
-    apply = _token_across if is_cut(logits, -1) else _cross_entropy
+    apply = _token_across if is_cut(logits, -1) else cross_entropy_op
     return apply(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
 
 

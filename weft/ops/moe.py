@@ -49,7 +49,8 @@ def _slots_run(choice: torch.Tensor, experts: int, capacity: int) -> torch.Tenso
 
 
 _expert_slots = define(
-    "expert_slots", kind=Kind.WHOLE, equation=_slots_equation, run=_slots_run, flops=lambda n: n.attr("experts") * out_elements(n)
+    "expert_slots", kind=Kind.WHOLE, equation=_slots_equation, run=_slots_run, flops=lambda n: n.attr("experts") * out_elements(n),
+    adds_nothing=True,
 )
 
 
@@ -157,6 +158,7 @@ _dispatch = define(
     linear=EACH_BUT_SLOTS,
     vjp=_dispatch_vjp,
     flops=lambda n: 2.0 * math.prod(n.args[1].type.layout.largest_local) * n.args[0].type.layout.largest_local[-1],
+    adds_nothing=True,
 )
 _combine = _reads_slots("combine", _combine_equation, _combine_run, _combine_vjp)
 _slot_dots = _reads_slots("slot_dots", _dots_equation, _dots_run, _dots_vjp)

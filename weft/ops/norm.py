@@ -77,7 +77,7 @@ def _log_softmax_back(ct: Any, y: Any, dim: int) -> Any:
 
 
 def _backward_of(name: str, run: Any, written: Any) -> Any:
-    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written, across=written)
+    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written, across=written, transcendental=True)
 
 
 _softmax_backward = _backward_of("softmax_backward", _softmax_backward_run, _softmax_back)
@@ -103,6 +103,7 @@ _softmax = define(
     run=lambda x, dim: torch.softmax(x, dim),
     vjp=lambda n, ct: (_softmax_backward(ct, n, dim=n.attr("dim")),),
     across=_softmax_across,
+    transcendental=True,
 )
 _log_softmax = define(
     "log_softmax",
@@ -111,6 +112,7 @@ _log_softmax = define(
     run=lambda x, dim: torch.log_softmax(x, dim),
     vjp=lambda n, ct: (_log_softmax_backward(ct, n, dim=n.attr("dim")),),
     across=_log_softmax_across,
+    transcendental=True,
 )
 
 

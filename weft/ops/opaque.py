@@ -213,6 +213,7 @@ each = define(
     dtype=_given_dtype,
     vjp=_each_vjp,
     doc="a torch op that treats each element alone",
+    approximated=True,
 )
 
 
@@ -255,6 +256,7 @@ each_slope = define(
     linear=Linear.FIRST,
     vjp=_slope_vjp,
     doc="(ct, operands) -> ct times torch's own derivative in the operands `to`",
+    approximated=True,
 )
 
 
@@ -274,6 +276,7 @@ each_backward = define(
     linear=Linear.FIRST,
     vjp=_backward_vjp,
     doc="(ct, operands) -> torch's own backward op of one that treats each element alone",
+    approximated=True,
 )
 
 

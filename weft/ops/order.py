@@ -65,14 +65,15 @@ def _sort_run(x: torch.Tensor, dim: int, descending: bool = False, stable: bool 
     return tuple(torch.sort(x, dim=dim, descending=descending, stable=stable or x.device.type != "cpu"))
 
 
-_sort = define(
-    "sort", kind=Kind.WHOLE, equation=_sort_equation, run=_sort_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements
+sort_op = define(
+    "sort", kind=Kind.WHOLE, equation=_sort_equation, run=_sort_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
+    adds_nothing=True,
 )
 
 
 def sort(x: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """Values in order and the indices they had; equal ones keep their order, or, not `stable`, come as torch's own sort has them."""
-    return _sort(x, dim=one_dim(dim, x.ndim), descending=descending, **({} if stable else {"stable": False}))
+    return sort_op(x, dim=one_dim(dim, x.ndim), descending=descending, **({} if stable else {"stable": False}))
 
 
 def _topk_equation(types: Types, attrs: Attrs) -> Equation:
@@ -92,15 +93,16 @@ def _topk_run(x: torch.Tensor, k: int, dim: int, largest: bool = True, sorted: b
     return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
 
 
-_topk = define(
-    "topk", kind=Kind.WHOLE, equation=_topk_equation, run=_topk_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements
+topk_op = define(
+    "topk", kind=Kind.WHOLE, equation=_topk_equation, run=_topk_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
+    adds_nothing=True,
 )
 
 
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The k largest, or least, along a dim and their indices, the first one first where `sorted`; of equal ones those that torch takes."""
     how = {name: False for name, given in (("largest", largest), ("sorted", sorted)) if not given}
-    return _topk(x, k=k, dim=one_dim(dim, x.ndim), **how)
+    return topk_op(x, k=k, dim=one_dim(dim, x.ndim), **how)
 
 
 def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
@@ -109,18 +111,19 @@ def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((labels,), (labels[:dim] + labels[dim + 1 :],), whole=frozenset({labels[dim]}))
 
 
-_argmax = define(
+argmax_op = define(
     "argmax",
     kind=Kind.WHOLE,
     equation=_argmax_equation,
     run=lambda x, dim, least=False: (torch.argmin if least else torch.argmax)(x, dim),
     dtype=lambda types, attrs: torch.int64,
+    adds_nothing=True,
 )
 
 
 def argmax(x: Any, dim: int, least: bool = False) -> Any:
     """The index of the largest, or the least, along a dim; of equal ones the first."""
-    return _argmax(x, dim=one_dim(dim, x.ndim), **({"least": True} if least else {}))
+    return argmax_op(x, dim=one_dim(dim, x.ndim), **({"least": True} if least else {}))
 
 
 # -- how often each number comes ------------------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ bincount = define(
     run=_bincount_run,
     dtype=lambda types, attrs: torch.int64,
     doc="how often each number from 0 to size comes; a larger one is refused",
+    adds_nothing=True,
 )
 
 

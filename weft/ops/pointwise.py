@@ -165,7 +165,7 @@ def _pow_vjp(n: Node, ct: Node) -> Any:
     return fit(keep(slope, ne(e, 0.0)), x), fit(ct * steep, e)
 
 
-pow_ = _binary("pow", torch.pow, _pow_vjp)
+pow_ = _binary("pow", torch.pow, _pow_vjp, transcendental=True, approximated=True)
 
 
 def _extreme_vjp(beats: str) -> Any:
@@ -264,8 +264,9 @@ gelu_backward = _slope_op(
     "gelu_backward",
     lambda ct, x, tanh=False: torch.ops.aten.gelu_backward(ct, x, approximate="tanh" if tanh else "none"),
     written=_gelu_slope,
+    transcendental=True, approximated=True,
 )
-silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward, written=_silu_slope)
+silu_backward = _slope_op("silu_backward", torch.ops.aten.silu_backward, written=_silu_slope, transcendental=True, approximated=True)
 relu_backward: Op = _slope_op(  # by the result, so that x need not be kept
     "relu_backward", lambda ct, y: torch.ops.aten.threshold_backward(ct, y, 0), lambda n, ct: (relu_backward(spread(ct, n), n.args[1]), None)
 )
@@ -296,21 +297,24 @@ neg = define(
     vjp=lambda n, ct: (-ct,),
     field=lambda p, a: (-a) % p,
 )
-exp = _float_unary("exp", torch.exp, lambda n: n, monotone=FIRST)
-log = _float_unary("log", torch.log, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / n.args[0])
+exp = _float_unary("exp", torch.exp, lambda n: n, monotone=FIRST, transcendental=True, approximated=True)
+log = _float_unary("log", torch.log, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / n.args[0], transcendental=True, approximated=True)
 sqrt = _float_unary(
     "sqrt", torch.sqrt, None, monotone=OF_POSITIVES, pull=lambda n, ct: ct / (2.0 * n), code=("np.sqrt({0})", "std::sqrt({0})", "tl.sqrt_rn({0})")
 )
 rsqrt = _float_unary(
     "rsqrt", torch.rsqrt, lambda n: -0.5 * (n * n * n),
     code=("(1.0 / np.sqrt({0}))", "(1 / std::sqrt({0}))", "(1.0 / tl.sqrt_rn({0}))"),
+    approximated=True,
 )  # fmt: skip
 tanh = _float_unary(
-    "tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST, code=("np.tanh({0})", "std::tanh({0})", "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)")
+    "tanh", torch.tanh, lambda n: 1.0 - n * n, monotone=FIRST, code=("np.tanh({0})", "std::tanh({0})", "(2.0 * tl.sigmoid(2.0 * {0}) - 1.0)"),
+    transcendental=True, approximated=True,
 )
 sigmoid = _float_unary(
     "sigmoid", torch.sigmoid, lambda n: n * (1.0 - n), monotone=FIRST,
     code=("(1.0 / (1.0 + np.exp(-{0})))", "(1 / (1 + std::exp(-{0})))", "tl.sigmoid({0})"),
+    transcendental=True, approximated=True,
 )  # fmt: skip
 relu = _unary("relu", torch.relu, None, monotone=FIRST, pull=lambda n, ct: relu_backward(spread(ct, n), n))
 gelu = define(
@@ -321,6 +325,7 @@ gelu = define(
     run=_gelu,
     dtype=floats,
     vjp=lambda n, ct: (gelu_backward(ct, n.args[0], **dict(n.attrs)),),
+    transcendental=True, approximated=True,
 )
 silu = define(
     "silu",
@@ -330,13 +335,15 @@ silu = define(
     run=torch.nn.functional.silu,
     dtype=floats,
     vjp=lambda n, ct: (silu_backward(ct, n.args[0]),),
+    transcendental=True, approximated=True,
 )
 erf = _float_unary(
     "erf", torch.erf, lambda n: (2 / math.sqrt(math.pi)) * exp(-(n.args[0] * n.args[0])), monotone=FIRST,
     code=("erf({0})", "std::erf({0})", "tl.erf({0})"),
+    transcendental=True, approximated=True,
 )  # fmt: skip
-sin = _float_unary("sin", torch.sin, lambda n: cos(n.args[0]))
-cos: Op = _float_unary("cos", torch.cos, lambda n: -sin(n.args[0]))
+sin = _float_unary("sin", torch.sin, lambda n: cos(n.args[0]), transcendental=True, approximated=True)
+cos: Op = _float_unary("cos", torch.cos, lambda n: -sin(n.args[0]), transcendental=True, approximated=True)
 abs_ = _unary("abs", torch.abs, lambda n: sign(n.args[0]))
 sign: Op = _unary("sign", torch.sign, None, monotone=FIRST, pull=lambda n, ct: _nothing(n))
 square = _unary("square", torch.square, lambda n: 2.0 * n.args[0], field=lambda p, a: (a * a) % p)
@@ -481,7 +488,7 @@ def _dropout_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((labels, *((),) * numbers), (labels,))
 
 
-_dropout_op: Op = define(
+dropout_op: Op = define(
     "dropout",
     kind=Kind.POINTWISE,
     equation=_dropout_equation,
@@ -489,7 +496,8 @@ _dropout_op: Op = define(
     local=_dropout_local,
     dtype=lambda types, attrs: types[0].dtype,
     linear=Linear.FIRST,
-    vjp=lambda n, ct: (_dropout_op(ct, *n.args[1:], **dict(n.attrs)), *(None for _ in n.args[1:])),
+    vjp=lambda n, ct: (dropout_op(ct, *n.args[1:], **dict(n.attrs)), *(None for _ in n.args[1:])),
+    transcendental=True,
 )
 
 
@@ -497,4 +505,4 @@ def dropout(x: Any, seed: Any, *, p: float, site: int) -> Any:
     """Zeroes an element with probability p and scales the rest; `site` tells two dropouts of one step apart."""
     if isinstance(seed, int):
         seed = constant(seed, torch.int64, x.mesh)
-    return _dropout_op(x, seed, p=float(p), site=site)
+    return dropout_op(x, seed, p=float(p), site=site)

@@ -144,6 +144,7 @@ _max_pool2d: Op = define(
     monotone=(frozenset({0}),),
     vjp=lambda n, ct: (_max_pool2d_backward(n.args[0], ct, **dict(n.attrs)),),
     flops=lambda n: float(math.prod(n.layout.largest_local) * math.prod(n.attr("kernel"))),
+    adds_nothing=True,
 )
 
 

@@ -168,6 +168,7 @@ logsumexp = define(
     across=_logsumexp_across,
     normal=_normal,
     doc="the logarithm of the sum of exp(x) along dims that are not sharded",
+    transcendental=True,
 )
 
 

@@ -73,6 +73,7 @@ _rotary = define(
     normal=lambda attrs: {k: v for k, v in attrs.items() if k == "dim" or v},
     flops=lambda n: 3.0 * out_elements(n),
     doc="turns pairs of features by position * frequency; the frequencies are data and get no gradient",
+    adds_nothing=True,
 )
 
 
@@ -138,6 +139,7 @@ rope = define(
     vjp=_rope_vjp,
     flops=lambda n: 3.0 * out_elements(n),
     doc="x cos + (-x2, x1) sin; the tables are data and get no gradient",
+    adds_nothing=True,
 )
 
 

@@ -37,7 +37,7 @@ def _vjp(n: Node, ct: Node) -> Any:
     return hit * take(ct / maximum(ties, one), index, 0), None, None
 
 
-_segment_max = define(
+segment_max_op = define(
     "segment_max", kind=Kind.WHOLE, equation=_equation, run=_run, dtype=lambda types, attrs: types[0].dtype, vjp=_vjp, flops=first_elements,
     doc="(x, index, rows) -> for each of the ascending rows the maximum of the slices of x whose index names it; 0 where there are none",
 )  # fmt: skip
@@ -45,7 +45,7 @@ _segment_max = define(
 
 def segment_max(x: Any, index: Any, rows: Any) -> Any:
     """The maximum of the rows of `x` in each segment, 0 in one without rows."""
-    return _segment_max(x, index, rows)
+    return segment_max_op(x, index, rows)
 
 
 __all__ = ["segment_max"]

@@ -54,7 +54,7 @@ def _reshape_normal(attrs: Attrs) -> Attrs:
     return {"shape": tuple(int(n) for n in attrs["shape"])}
 
 
-_reshape = define(
+reshape_op = define(
     "reshape",
     kind=Kind.VIEW,
     infer=_reshape_infer,
@@ -81,7 +81,7 @@ def reshape(x: Any, *shape: Any) -> Any:
         for n in x.shape:
             total *= n
         sizes = tuple(total // max(known, 1) if n == -1 else n for n in sizes)
-    return x if tuple(sizes) == tuple(x.shape) else _reshape(x, shape=tuple(sizes))
+    return x if tuple(sizes) == tuple(x.shape) else reshape_op(x, shape=tuple(sizes))
 
 
 def _permute_equation(types: Types, attrs: Attrs) -> Equation:
@@ -92,14 +92,14 @@ def _permute_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((labels,), (tuple(labels[i] for i in order),))
 
 
-_permute: Op = define(
+permute_op: Op = define(
     "permute",
     kind=Kind.VIEW,
     equation=_permute_equation,
     run=lambda x, order: x.permute(order),
     linear=Linear.FIRST,
     monotone=FIRST,
-    vjp=lambda n, ct: (_permute(ct, order=tuple(sorted(range(ct.ndim), key=n.attr("order").__getitem__))),),
+    vjp=lambda n, ct: (permute_op(ct, order=tuple(sorted(range(ct.ndim), key=n.attr("order").__getitem__))),),
     field=lambda p, x, order: x.permute(order),
     normal=lambda attrs: {"order": tuple(attrs["order"])},
 )
@@ -108,7 +108,7 @@ _permute: Op = define(
 def permute(x: Any, *order: Any) -> Any:
     dims = tuple(order[0]) if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
     dims = tuple(one_dim(d, x.ndim) for d in dims)
-    return x if dims == tuple(range(x.ndim)) else _permute(x, order=dims)
+    return x if dims == tuple(range(x.ndim)) else permute_op(x, order=dims)
 
 
 def transpose(x: Any, a: int = -2, b: int = -1) -> Any:
@@ -152,7 +152,7 @@ def _expand_vjp(n: Node, ct: Node) -> Any:
     return (op_named("sum")(ct, dims=dims, keepdim=True),)
 
 
-_expand = define(
+expand_op = define(
     "expand",
     kind=Kind.VIEW,
     infer=_expand_infer,
@@ -171,7 +171,7 @@ def expand(x: Any, shape: Any, cuts: Any = ()) -> Any:
     extra = len(shape) - x.ndim
     if extra:
         x = reshape(x, (1,) * extra + tuple(x.shape))
-    return x if shape == tuple(x.shape) else _expand(x, shape=shape, cuts=tuple(cuts))
+    return x if shape == tuple(x.shape) else expand_op(x, shape=shape, cuts=tuple(cuts))
 
 
 def expand_like(x: Any, like: Any) -> Any:
@@ -227,7 +227,7 @@ def _narrow_vjp(n: Node, ct: Node) -> Any:
     return (pad(ct, dim, start, size - start - ct.shape[dim]),)
 
 
-_narrow = define(
+narrow_op = define(
     "narrow", kind=Kind.VIEW, equation=_narrow_equation, run=_narrow_run, linear=Linear.FIRST, monotone=FIRST, vjp=_narrow_vjp,
     field=lambda p, x, **a: _narrow_run(x, **a),
 )  # fmt: skip
@@ -237,7 +237,7 @@ def narrow(x: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Indices start to stop along a dim, as x[..., start:stop:step, ...]."""
     dim = one_dim(dim, x.ndim)
     whole = start == 0 and stop == x.shape[dim] and step == 1
-    return x if whole else _narrow(x, dim=dim, start=start, stop=stop, step=step)
+    return x if whole else narrow_op(x, dim=dim, start=start, stop=stop, step=step)
 
 
 def split(x: Any, sizes: Any, dim: int) -> list[Any]:
@@ -261,7 +261,7 @@ def _concat_vjp(n: Node, ct: Node) -> Any:
     return tuple(split(ct, [a.shape[n.attr("dim")] for a in n.args], n.attr("dim")))
 
 
-_concat = define(
+concat_op = define(
     "concat", kind=Kind.VIEW, equation=_concat_equation, run=lambda *xs, dim: torch.cat(xs, dim), linear=Linear.JOINTLY, vjp=_concat_vjp,
     field=lambda p, *xs, dim: torch.cat(xs, dim),
 )  # fmt: skip
@@ -280,7 +280,7 @@ def concat(xs: Any, dim: int) -> Any:
             "concat of tensors of several ranks", needed="as many dims in each", found=" and ".join(f"{n} dims" for n in ranks),
             try_="reshape(x, ...) first", where=user_line(),
         )  # fmt: skip
-    return _concat(*xs, dim=one_dim(dim, xs[0].ndim))
+    return concat_op(*xs, dim=one_dim(dim, xs[0].ndim))
 
 
 def _pad_equation(types: Types, attrs: Attrs) -> Equation:
@@ -300,7 +300,7 @@ def _pad_run(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])
 
 
-_pad = define(
+pad_op = define(
     "pad", kind=Kind.VIEW, equation=_pad_equation, run=_pad_run, linear=Linear.FIRST, monotone=FIRST, field=lambda p, x, **a: _pad_run(x, **a),
     vjp=lambda n, ct: (narrow(ct, n.attr("dim"), n.attr("before"), n.attr("before") + n.args[0].shape[n.attr("dim")]),),
 )  # fmt: skip
@@ -308,7 +308,7 @@ _pad = define(
 
 def pad(x: Any, dim: int, before: int, after: int) -> Any:
     """Zeros before and after along a dim."""
-    return x if before == after == 0 else _pad(x, dim=one_dim(dim, x.ndim), before=before, after=after)
+    return x if before == after == 0 else pad_op(x, dim=one_dim(dim, x.ndim), before=before, after=after)
 
 
 __all__ = ["Local", "concat", "expand", "expand_like", "item", "narrow", "pad", "permute", "reshape", "split", "transpose"]

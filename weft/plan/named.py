@@ -17,6 +17,7 @@ from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.ops.registry import ONE, Kind, Linear, equation_of
+from weft.ops.shape import reshape_op
 from weft.plan.place import Placements, PlacingOptions
 from weft.plan.spec import Spec
 
@@ -246,7 +247,7 @@ class _Flow:
             self._require_whole_op(node.args[0], int(node.attr("index")), cut)
             return
         eq = equation_of(node)
-        if node.op.name == "reshape":
+        if node.op is reshape_op:
             self.require(node.args[0], self._reshaped(node, cut, node.args[0].shape))
             return
         if eq is None or eq.outs[0][cut.dim] in eq.whole:
@@ -283,7 +284,7 @@ class _Flow:
 
     def _pass(self, node: Node, user: Node) -> None:
         cut, eq = self.at[node], equation_of(user)
-        if user.op.name == "reshape":
+        if user.op is reshape_op:
             new = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(user.shape).placement("tp")
             assert isinstance(new, S)
             self._reach(user, new)

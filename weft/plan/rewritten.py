@@ -15,7 +15,7 @@ from weft.autodiff import backward
 from weft.core.node import Node, constant, make
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
-from weft.ops.linalg import matmul
+from weft.ops.linalg import einsum_op, matmul
 from weft.ops.shape import permute
 from weft.rewrite.schema import Schema
 from weft.rewrite.search import Use, made, uses
@@ -92,7 +92,7 @@ def as_products(captured: Captured) -> RewrittenStep:
     program, made = by_definition(captured.program), dict[Node, Node]()
     for n in program.nodes:
         args = tuple(made.get(a, a) for a in n.args)
-        turned = PRODUCTS.get(str(n.attr("equation"))) if n.op.name == "einsum" else None
+        turned = PRODUCTS.get(str(n.attr("equation"))) if n.op is einsum_op else None
         if turned is not None:
             made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, turned, strict=True)))
         elif n.args:

@@ -21,6 +21,7 @@ from weft.core.node import Node, constant, remade, toposort
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, Instance
+from weft.ops.fill import stop_gradient
 from weft.ops.pointwise import add
 from weft.ops.registry import flops
 from weft.ops.source import input_node
@@ -306,7 +307,7 @@ def _moving(stages: Sequence[Stage], captured: Captured) -> set[str]:
         known: dict[Node, bool] = {}
         for n in stage.forward.nodes:
             name = n.attr("name") if n.op.is_input else None
-            flows = any(known[a] for a in n.args) and n.op.name != "stop_gradient" and n.types[0].dtype.is_floating_point
+            flows = any(known[a] for a in n.args) and n.op is not stop_gradient and n.types[0].dtype.is_floating_point
             known[n] = name in moves or name in captured.gradients or flows
         moves |= {name for name, n in stage.forward.outputs if known[n]}
     return moves

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from weft.core.errors import UnknownName
 from weft.core.layout import Mesh
 from weft.core.program import Program
+from weft.ops.comm import send
 from weft.ops.registry import Kind
 from weft.programs import blocks
 from weft.programs.optimizers import Hyper, optimizer
@@ -66,7 +67,7 @@ def boundary_slices(p: Program) -> Program:
 def boundary_overlapped(p: Program) -> Program:
     """reduce_scatter with its compute, the send, and the gather on the far side, in chunks at once."""
     p = r.sliced_send(p)
-    compute = [n for n in p.between("reduce_scatter", "send") if n.op.name != "send"]
+    compute = [n for n in p.between("reduce_scatter", "send") if n.op is not send]
     p = fuse(p, compute, name="rs_c")
     return overlap(p, "rs_c", p.find("send"), p.find("all_gather"), dim=1, chunks=4)
 

@@ -26,7 +26,7 @@ from weft.core.text import node_lines
 from weft.ops.comm import is_comm
 from weft.ops.fill import assuming_sharded
 from weft.ops.registry import Kind
-from weft.ops.shape import reshape
+from weft.ops.shape import concat_op, narrow_op, permute_op, reshape, reshape_op
 from weft.ops.source import input_node
 from weft.rewrite.engine import erase_nodes
 
@@ -139,14 +139,14 @@ class _Tidy:
         if not node.args:
             return node
         inner = node.args[0]
-        if node.op.name == "reshape":
-            source = inner.args[0] if inner.op.name == "reshape" else inner
+        if node.op is reshape_op:
+            source = inner.args[0] if inner.op is reshape_op else inner
             out: Node = reshape(source, node.shape)
             return out
-        if node.op.name == "permute" and inner.op.name == "permute":
+        if node.op is permute_op and inner.op is permute_op:
             order = tuple(inner.attr("order")[i] for i in node.attr("order"))
             return inner.args[0] if order == tuple(range(node.ndim)) else make(node.op, inner.args, {"order": order})
-        if node.op.name == "narrow" and inner.op.name == "concat" and node.attr("dim") == inner.attr("dim") and node.attr("step") == 1:
+        if node.op is narrow_op and inner.op is concat_op and node.attr("dim") == inner.attr("dim") and node.attr("step") == 1:
             return self._part(node, inner) or node
         return node
 

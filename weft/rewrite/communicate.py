@@ -14,7 +14,7 @@ from weft.core.layout import Layout, P, S, Within
 from weft.core.node import Node
 from weft.ops import comm
 from weft.ops.registry import ONE, Equation, equation_of, passing
-from weft.ops.shape import _concat, _narrow, _reshape, item
+from weft.ops.shape import concat_op, item, narrow_op, reshape_op
 from weft.rewrite.engine import Rule, rule
 from weft.rewrite.pattern import Call, Expr, Hole
 
@@ -152,7 +152,7 @@ def _operand_shards(f: Node, cut: S, axis: str, want: Layout) -> dict[int, S]:
     if eq is not None:
         label = eq.outs[0][cut.dim]
         return {} if label == ONE else {a: S(d, cut.within) for a, d in eq.dims_of(label)}
-    if f.op.name == "reshape":
+    if f.op is reshape_op:
         back = shard_of(want.reshape(f.args[0].shape), axis)
         return {0: back} if back is not None else {}
     return {0: cut} if f.args and f.args[0].shape[cut.dim : cut.dim + 1] == f.shape[cut.dim : cut.dim + 1] else {}
@@ -237,11 +237,11 @@ def bucket_all(buckets: Sequence[Sequence[Node]]) -> Rule:
     for nodes in buckets:
         sizes = [math.prod(n.shape) for n in nodes]
         pairs = [(holes(n.args[0]), n, size) for n, size in zip(nodes, sizes, strict=True)]
-        whole = call(nodes[0], _concat(*(_reshape(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in pairs), dim=0))
+        whole = call(nodes[0], concat_op(*(reshape_op(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in pairs), dim=0))
         at = 0
         for n, size in zip(nodes, sizes, strict=True):
-            piece = _narrow(whole, dim=0, start=at, stop=at + size, step=1)
-            pieces.append(_reshape(piece, shape=n.shape) if n.shape != (size,) else piece)
+            piece = narrow_op(whole, dim=0, start=at, stop=at + size, step=1)
+            pieces.append(reshape_op(piece, shape=n.shape) if n.shape != (size,) else piece)
             at += size
     return rule("bucket", tuple(call(n, holes(n.args[0])) for nodes in buckets for n in nodes), tuple(pieces))
 

@@ -16,6 +16,7 @@ import torch
 from weft.core.errors import RuleError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Node, Type
+from weft.ops.shape import concat_op
 from weft.ops.source import input_node
 from weft.rewrite.pattern import Call, Hole, Star
 from weft.rewrite.schema import OpHole, Schema, Size, make_node
@@ -89,14 +90,14 @@ def step(schema: Schema) -> Schema:
 
 
 def _is_concat(expr: Any) -> bool:
-    return isinstance(expr, Call) and not isinstance(expr.op, OpHole) and expr.op.name == "concat" and isinstance(expr.args[0], Star)
+    return isinstance(expr, Call) and not isinstance(expr.op, OpHole) and expr.op is concat_op and isinstance(expr.args[0], Star)
 
 
 def _without_concat(expr: Any, first: set[Hole]) -> Any:
     """A concat of one value is that value."""
     if not isinstance(expr, Call):
         return expr
-    if len(expr.args) == 1 and expr.args[0] in first and not isinstance(expr.op, OpHole) and expr.op.name == "concat":
+    if len(expr.args) == 1 and expr.args[0] in first and not isinstance(expr.op, OpHole) and expr.op is concat_op:
         return expr.args[0]
     return Call(expr.op, tuple(_without_concat(a, first) for a in expr.args), expr.attrs)
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.embed import put_op
 from weft.ops.registry import memory_traffic
 from weft.ops.rowwise import AT, at_rows
 from weft.rewrite.rulefile import parse_rules
@@ -54,7 +55,7 @@ def by_rows(program: Program) -> Program:
 
 def better_by_rows(program: Program) -> list[Node]:
     """Updates of what a put made that would move fewer bytes by rows."""
-    return [n for n in program.nodes if n.op in AT and n.args[1].op.name == "put" and _has_a_rule(n) and _pays(program, n)]
+    return [n for n in program.nodes if n.op in AT and n.args[1].op is put_op and _has_a_rule(n) and _pays(program, n)]
 
 
 def _has_a_rule(n: Node) -> bool:

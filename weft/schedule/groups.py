@@ -12,6 +12,7 @@ from weft.core.program import Group, Program
 from weft.core.spec import leaves_and_returns
 from weft.ops import comm
 from weft.ops.registry import Kind, equation_of
+from weft.ops.shape import expand_op, reshape_op
 from weft.schedule.refusal import Place, name_in, quoted, refuse, tried
 
 REDUCING = (comm.all_reduce, comm.reduce_scatter)
@@ -200,7 +201,7 @@ def _check_chunks(p: Program, nodes: Sequence[Node], dim: int, chunks: int, stag
 def _can_start(n: Node, dim: int) -> bool:
     eq = equation_of(n)
     if eq is None:
-        return n.op.name in ("reshape", "expand")
+        return n.op in (reshape_op, expand_op)
     label = eq.outs[0][dim]
     return bool(eq.dims_of(label)) and label not in eq.whole
 

@@ -11,6 +11,7 @@ from weft.core.layout import P, S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops import comm
+from weft.ops.pointwise import add, sub
 from weft.ops.registry import Kind, equation_of
 from weft.rewrite import communicate as rules
 from weft.rewrite.engine import apply_rule
@@ -245,5 +246,5 @@ def _why_not_linear(p: Program, f: Node, node: Node, some: bool) -> str:
         return f"{f.op.name} may change it"
     others = [name_in(p, a) if not a.op.is_number else repr(a.attr("value")) for a in f.args if a is not node]
     return f"{f.op.name} is not linear in it alone" + (
-        f": {', '.join(others)} would be counted once per rank" if f.op.name in ("add", "sub") else ""
+        f": {', '.join(others)} would be counted once per rank" if f.op in (add, sub) else ""
     )

@@ -8,6 +8,8 @@ from weft.core.errors import InvalidTransform
 from weft.core.layout import S
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.attention import attention_op
+from weft.ops.comm import all_gather, slice_
 from weft.ops.registry import Kind
 from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap
 from weft.schedule.moves import hoist, sink
@@ -42,7 +44,7 @@ def slice_early(p: Program) -> Program:
 def _only_sliced(p: Program, node: Node) -> bool:
     return (
         node.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.CONTRACT)
-        and all(u.op.name == "slice" for u in p.users[node])
+        and all(u.op is slice_ for u in p.users[node])
         and not p.outputs_of(node)
     )
 
@@ -89,7 +91,7 @@ def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
     gelu(x @ w1) @ w2   ->   all_reduce(gelu(x @ w1) @ w2)        w1: S(1), w2: S(0)
     """
     for name in weights:
-        if not any(u.op.name == "slice" for u in p.users[p.input_names[name]]):
+        if not any(u.op is slice_ for u in p.users[p.input_names[name]]):
             p = cut(p, name, axis=axis, dim=p.input_names[name].ndim - 1)
             p = slice_early(sink(p, _gather_of(p, name), summing=True))
     return shard_state(p, *weights)
@@ -97,8 +99,8 @@ def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
 
 def _gather_of(p: Program, name: str) -> Node:
     """The gather that `cut` has put behind an input."""
-    slices = [s for s in p.users[p.input_names[name]] if s.op.name == "slice"]
-    return next(g for s in slices for g in p.users[s] if g.op.name == "all_gather")
+    slices = [s for s in p.users[p.input_names[name]] if s.op is slice_]
+    return next(g for s in slices for g in p.users[s] if g.op is all_gather)
 
 
 def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
@@ -124,11 +126,11 @@ def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1) -> Progra
 
 
 def _gathered(p: Program, node: Node, axis: str) -> list[Node]:
-    return [a for a in node.args if a.op.name == "all_gather" and a.attr("axis") == axis]
+    return [a for a in node.args if a.op is all_gather and a.attr("axis") == axis]
 
 
 def _comes_from_gather(node: Node, axis: str) -> bool:
-    return node.op.name == "all_gather" and node.attr("axis") == axis or node.op.is_item and _comes_from_gather(node.args[0], axis)
+    return node.op is all_gather and node.attr("axis") == axis or node.op.is_item and _comes_from_gather(node.args[0], axis)
 
 
 def gathered_dim(gather: Node, axis: str) -> int:
@@ -141,7 +143,7 @@ def gathered_dim(gather: Node, axis: str) -> int:
 def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, head_dim: int = 1) -> Program:
     """Context parallelism by all_to_all: from slices of the sequence to slices of the heads, and back after the attention."""
     p = cut(p, x, axis=axis, dim=dim)
-    p = sink(p, _gather_of(p, x), past=[n for n in p.nodes if n.op.name != "attention"])
+    p = sink(p, _gather_of(p, x), past=[n for n in p.nodes if n.op is not attention_op])
     for k in range(len(p.find_all("attention"))):
         gathers = _gathered(p, p.find_all("attention")[k], axis)
         seq = gathered_dim(gathers[0], axis)
@@ -149,7 +151,7 @@ def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, hea
             p = turn(p, gather, dim=head_dim)
         att = p.find_all("attention")[k]
         p = sink(p, _gathered(p, att, axis)[0], past=att)
-        result = next(g for i in p.users[p.find_all("attention")[k]] for g in p.users[i] if g.op.name == "all_gather")
+        result = next(g for i in p.users[p.find_all("attention")[k]] for g in p.users[i] if g.op is all_gather)
         p = turn(p, result, dim=seq)
         p = sink(p, p.moved[result])
     return tidy(shard_state(slice_early(p), x))
@@ -197,7 +199,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
     members = dict.fromkeys([*p.between(first, last), *_update_nodes(p, terms, last)])
     for n in reversed(p.nodes):  # what only the kernel reads is computed inside it, but for the terms it sums
         inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
-        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
+        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op is slice_):
             members[n] = None
     return fuse(p, members)
 

@@ -12,6 +12,7 @@ from weft.core.layout import Replicated
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.core.text import node_names
+from weft.ops.comm import all_gather, all_reduce
 from weft.ops.registry import Kind
 
 FUSED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -102,7 +103,7 @@ def _delay(s: Scene) -> Step | None:
 
 
 def _shard_state(s: Scene) -> Step | None:
-    ready = [i for o, i in s.p.state if s.p.output_names[o].op.name == "all_gather"]
+    ready = [i for o, i in s.p.state if s.p.output_names[o].op is all_gather]
     names = ready or [i for _, i in s.p.state] or list(s.p.input_names)
     chosen = s.rng.sample(names, min(len(names), s.rng.choice((1, 1, 2)))) if names else []
     return Step("shard_state", tuple(chosen), (("gather", True),) if s.rng.random() < 0.4 else ()) if chosen else None
@@ -131,7 +132,7 @@ def _bucket(s: Scene) -> Step | None:
 
 
 def _by_hierarchy(s: Scene) -> Step | None:
-    outer = [n for n in s.all("all_reduce") if n.args[0].op.name == "all_reduce"]
+    outer = [n for n in s.all("all_reduce") if n.args[0].op is all_reduce]
     n = s.rng.choice(outer) if outer else None
     return None if n is None else s.step("by_hierarchy", n, inside=s.rng.choice((n.attr("axis"), n.args[0].attr("axis"))), dim=s.dim(n))
 
@@ -197,8 +198,8 @@ def weights(p: Program) -> dict[str, float]:
     """How gladly each verb is tried here."""
     gathers = len(p.find_all("all_gather"))
     sums = p.find_all("all_reduce")
-    ready = any(p.output_names[o].op.name == "all_gather" for o, _ in p.state)
-    twice = any(n.args[0].op.name == "all_reduce" for n in sums)
+    ready = any(p.output_names[o].op is all_gather for o, _ in p.state)
+    twice = any(n.args[0].op is all_reduce for n in sums)
     return {
         "split": 2.0 if sums else 0, "delay": 2.0 if sums else 0.3, "bucket": 2.0 if len(sums) > 1 else 0,
         "by_hierarchy": 6.0 if twice else 0, "sink": 3.0 if gathers else 0.5, "turn": 1.5 if gathers else 0, "hoist": 1.5,

@@ -16,19 +16,13 @@ from weft.core.node import Node, make, op_named
 from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter, reshard, slice_
 from weft.ops.leaves import by_leaves, in_leaves, tree_sum
-from weft.ops.reduce import norm_dims
+from weft.ops.reduce import norm_dims, sum_
 from weft.ops.registry import ONE, Equation, Kind, equation_of
 from weft.plan.place import remake
 from weft.plan.spec import Spec
 from weft.transform.updates import unfold_updates
 
 LEAVES = 8  # parts of a dim, where its size allows: so many ranks may share it
-APPROXIMATED = frozenset({
-    "cos", "each", "each_backward", "each_slope", "erf", "exp", "gelu", "gelu_backward", "log", "pow", "rsqrt",
-    "sigmoid", "silu", "silu_backward", "sin", "tanh",
-})  # fmt: skip
-MOVES = frozenset({"take", "gather", "scatter", "rotary", "rope", "from_host", "argmax", "sort", "topk", "bincount", "expert_slots", "dispatch",
-                   "max_pool2d"})  # fmt: skip
 
 
 def require_any_plan(spec: Spec) -> None:
@@ -72,13 +66,13 @@ def _ordered(n: Node, args: tuple[Node, ...]) -> Node:
     attrs, kind = dict(n.attrs), n.op.kind
     if kind is Kind.COMM:
         return _reduced(n, args, attrs)
-    if kind in (Kind.VIEW, Kind.SOURCE) or n.op.name in MOVES or not any(t.dtype.is_floating_point for t in n.types):
+    if kind in (Kind.VIEW, Kind.SOURCE) or n.op.adds_nothing or not any(t.dtype.is_floating_point for t in n.types):
         return make(n.op, args, attrs)
     if any(isinstance(p, P) and p.op == "sum" for a in args if len(a.types) == 1 for _, p in a.layout.held):
         raise TypeMismatch("a partial sum is read", needed="sums that are done before they are read", found=n.op.name)
     if kind is Kind.POINTWISE:
-        return by_leaves(*args, inner=n.op.name, leaves=(), **attrs) if n.op.name in APPROXIMATED else make(n.op, args, attrs)  # type: ignore[no-any-return]
-    if n.op.name == "sum":
+        return by_leaves(*args, inner=n.op.name, leaves=(), **attrs) if n.op.approximated else make(n.op, args, attrs)  # type: ignore[no-any-return]
+    if n.op is sum_:
         return _summed(args[0], attrs)
     if kind is Kind.REDUCE:
         return make(n.op, args, attrs)  # a maximum is the same in any order

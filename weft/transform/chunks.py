@@ -19,7 +19,7 @@ from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter
 from weft.ops.pointwise import add, cast
 from weft.ops.registry import equation_of
-from weft.ops.shape import concat, narrow, reshape
+from weft.ops.shape import concat, narrow, reshape, reshape_op
 from weft.plan.place import remake
 
 
@@ -135,7 +135,7 @@ def _passed(n: Node, x: _Parts) -> _Parts | None:
     merged = len(x.shape) < x.nodes[0].ndim  # the dim of the chunks is the inner part of another
     if n.op is cast:
         return x.each(cast, n.shape, dtype=n.attr("dtype"))
-    if n.op.name == "reshape":
+    if n.op is reshape_op:
         return _reshaped(x, n.shape)
     if n.op is all_reduce:
         return x.each(all_reduce, n.shape, axis=n.attr("axis"))

@@ -13,6 +13,7 @@ from weft.codegen.order import MESSAGE, is_wire
 from weft.core.node import Node, make, op_named
 from weft.core.program import Program
 from weft.core.role import Role
+from weft.ops.comm import all_gather
 from weft.ops.registry import nbytes
 from weft.plan.roles import Roles
 
@@ -41,11 +42,11 @@ def _gathered_parameter(p: Program, roles: Roles, axis: str, source: Node, numbe
     alone, whole = [source], dict[Node, None]()
     for n in alone:
         more = [u for u in p.users[n] if len(u.args) == len(u.types) == 1 and u not in roles.after]
-        whole |= dict.fromkeys(u for u in more if n in whole or u.op.name == "all_gather" and u.attr("axis") == axis and is_wire(u))
+        whole |= dict.fromkeys(u for u in more if n in whole or u.op is all_gather and u.attr("axis") == axis and is_wire(u))
         alone += more
     readers = {u for n in whole for u in p.users[n] if u not in whole and u not in roles.after}
     back = sorted(readers - roles.forward, key=number.__getitem__)
-    size = sum(nbytes(n.type) for n in whole if n.op.name == "all_gather")
+    size = sum(nbytes(n.type) for n in whole if n.op is all_gather)
     return _GatheredParameter(tuple(whole), tuple(back), size) if 0 < len(back) < len(readers) else None
 
 

@@ -16,9 +16,11 @@ from weft.core.layout import P
 from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.core.role import Role
+from weft.ops.loss import cross_entropy_op
 from weft.ops.low import BLOCK, block_product, scaled_product
+from weft.ops.pointwise import add, cast
 from weft.ops.registry import Kind, equation_of
-from weft.ops.shape import together
+from weft.ops.shape import narrow_op, together
 from weft.plan.place import remake
 
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
@@ -67,7 +69,7 @@ def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:
 
 def heads(p: Program) -> frozenset[str]:
     """The parameters whose matmul a loss over classes reads, whatever is added, cast or narrowed in between; of a program that is not placed yet."""
-    products = {x for n in p.nodes if n.op.name == "cross_entropy" for x in _ahead_of(n.args[0])}
+    products = {x for n in p.nodes if n.op is cross_entropy_op for x in _ahead_of(n.args[0])}
     bases = {_base(a) for x in products for a in x.args}
     return frozenset(n.attr("name") for n in bases if n.op.is_input and n.role is Role.PARAMETER)
 
@@ -79,7 +81,7 @@ def _ahead_of(n: Node) -> set[Node]:
         n = waiting.pop()
         if n.op.kind is Kind.CONTRACT:
             found.add(n)
-        elif n.op.kind is Kind.VIEW or n.op.name in ("add", "cast", "narrow"):
+        elif n.op.kind is Kind.VIEW or n.op in (add, cast, narrow_op):
             waiting += (new := set(n.args) - seen)
             seen |= new
     return found

@@ -21,7 +21,7 @@ from weft.frontend.capture.micro import GIVEN
 from weft.ops.comm import send
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind
-from weft.ops.shape import concat
+from weft.ops.shape import concat, concat_op
 from weft.ops.source import input_node
 from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.spec import Spec
@@ -284,7 +284,7 @@ def _gathered_at_home(outputs: Mapping[str, Node], home: Home) -> dict[str, Node
     for n in toposort(outputs.values()):
         here = home(n.attr("name")) if n.op.is_input else None
         at[n] = frozenset({here} if here is not None else ()).union(*(at[a] for a in n.args))
-        if n.op.name == "concat" and len(at[n]) > 1:
+        if n.op is concat_op and len(at[n]) > 1:
             runs = [list(run) for _, run in itertools.groupby(n.args, key=at.__getitem__)]
             if len(runs) < len(n.args):
                 swap[n] = concat([concat(r, n.attr("dim")) if len(r) > 1 else r[0] for r in runs], n.attr("dim"))

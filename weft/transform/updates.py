@@ -9,7 +9,7 @@ from weft.core.errors import InvalidTransform
 from weft.core.layout import P
 from weft.core.node import Node, toposort
 from weft.core.program import Program
-from weft.ops.comm import all_reduce, is_comm, reduce_scatter
+from weft.ops.comm import all_reduce, is_comm, reduce_scatter, slice_
 from weft.rewrite.communicate import bucket_all
 from weft.rewrite.engine import apply_rule
 from weft.rewrite.updates import better_by_rows
@@ -69,7 +69,7 @@ def _after_sums(p: Program, sums: Sequence[Node]) -> Program:
     terms = set(toposort(a for n in firsts for a in n.args))
     for n in reversed(p.nodes):
         inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
-        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op.name == "slice"):
+        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op is slice_):
             members[n] = None
     return fuse(p, members)
 
@@ -95,7 +95,7 @@ def _following(p: Program, nodes: set[Node]) -> set[Node]:
 
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     """The gradients' all_reduces along an axis, in a few large ones, in the order the backward pass makes them."""
-    sums = [n for n in order(p) if n.op.name == "all_reduce" and n.attr("axis") == axis and len(n.args) == 1]
+    sums = [n for n in order(p) if n.op is all_reduce and n.attr("axis") == axis and len(n.args) == 1]
     alike: dict[object, list[Node]] = {}
     taken = {n for g in p.groups for n in g.nodes}
     for n in sums:

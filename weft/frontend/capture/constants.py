@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.core.node import Node, derived, toposort, user_line
 from weft.frontend.capture.batch_numbers import BatchNumber, SharedLayerNumber
 from weft.frontend.capture.recorder import Recorder, substituted
+from weft.ops.pointwise import cast
+from weft.ops.random import uniform
+from weft.ops.shape import expand_op, reshape_op
 
 ROOM = 1 << 24  # elements of a tensor that is computed while tracing
 
@@ -117,10 +120,10 @@ def _draw_against_bound(r: Recorder, node: Node) -> bool | None:
     if node.op.name not in _FLIPPED:
         return None
     (left, right), op = (_bare(a) for a in node.args), node.op.name
-    if right.op.name == "uniform":
+    if right.op is uniform:
         left, right, op = right, left, _FLIPPED[op]
     bound = value(r, right)
-    if left.op.name != "uniform" or bound is None or bound.numel() != 1:
+    if left.op is not uniform or bound is None or bound.numel() != 1:
         return None
     with unheard():
         p = float(bound)
@@ -133,6 +136,6 @@ _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
 def _bare(node: Node) -> Node:
-    while node.op.name in ("reshape", "expand", "cast") and (not node.op.is_cast or node.args[0].dtype.is_floating_point):
+    while node.op in (reshape_op, expand_op, cast) and (not node.op.is_cast or node.args[0].dtype.is_floating_point):
         node = node.args[0]
     return node

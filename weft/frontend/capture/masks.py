@@ -17,7 +17,10 @@ from weft.core.node import Node
 from weft.frontend.capture.constants import counting, fixed, through, unheard, value
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
-from weft.ops.shape import reshape
+from weft.ops.fill import full_op
+from weft.ops.pointwise import add, cast, logical_and, mul, where
+from weft.ops.shape import expand_op, reshape, reshape_op
+from weft.ops.source import const
 
 EVERYWHERE = (-math.inf, math.inf)
 FAR = -1e4
@@ -66,13 +69,13 @@ def _both(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]
 
 def _parts(mask: Node) -> list[Node]:
     """The bool tensors that must all be true, each of four dims and as small as it is before it is stretched."""
-    if mask.op.name == "expand" and mask.dtype == torch.bool:
+    if mask.op is expand_op and mask.dtype == torch.bool:
         return _parts(_four(mask.args[0]))
-    if mask.op.name == "logical_and":
+    if mask.op is logical_and:
         return list(dict.fromkeys(p for a in mask.args for p in _parts(_four(a))))
-    inner = mask.args[0] if mask.op.name == "reshape" else None
+    inner = mask.args[0] if mask.op is reshape_op else None
     for four in (_four, _with_heads):
-        if inner is not None and inner.op.name in ("expand", "logical_and") and four(inner) is mask:
+        if inner is not None and inner.op in (expand_op, logical_and) and four(inner) is mask:
             return list(dict.fromkeys(p for a in inner.args for p in _parts(four(a))))
     return [mask]
 
@@ -110,9 +113,9 @@ def _as_bool(r: Recorder, mask: Node) -> Node | None:
 
 def _choice(r: Recorder, mask: Node) -> Node | None:
     """c, where the mask is where(c, 0, -inf)."""
-    while mask.op.name == "expand" and mask.ndim == mask.args[0].ndim:
+    while mask.op is expand_op and mask.ndim == mask.args[0].ndim:
         mask = mask.args[0]
-    if mask.op.name != "where":
+    if mask.op is not where:
         return None
     cond, yes, no = mask.args
     zero, far = _number(r, yes), _number(r, no)
@@ -121,20 +124,20 @@ def _choice(r: Recorder, mask: Node) -> Node | None:
 
 def far(r: Recorder, mask: Node) -> bool:
     """Whether a finite number far below any score is put where an input says so, in place of minus infinity."""
-    if mask.op.name in ("expand", "reshape", "cast"):
+    if mask.op in (expand_op, reshape_op, cast):
         return far(r, mask.args[0])
-    if mask.op.name in ("add", "mul"):
+    if mask.op in (add, mul):
         return any(far(r, a) for a in mask.args)
-    if mask.op.name != "where" or fixed(r, mask.args[0]):
+    if mask.op is not where or fixed(r, mask.args[0]):
         return False
     return any(x is not None and -math.inf < x <= FAR for x in (_number(r, a) for a in mask.args[1:])) or any(far(r, a) for a in mask.args[1:])
 
 
 def _number(r: Recorder, node: Node) -> float | None:
     """The one number that a fixed tensor holds everywhere."""
-    while node.op.name in ("expand", "reshape", "cast"):
+    while node.op in (expand_op, reshape_op, cast):
         node = node.args[0]
-    if node.op.name in ("const", "full"):
+    if node.op in (const, full_op):
         return float(node.attr("value"))
     return None
 

@@ -24,13 +24,14 @@ from weft.core.role import Role
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.step import Captured, named_batch
+from weft.ops.attention import attention_op
 from weft.ops.custom_gradient import own_gradient, rule_of
 from weft.ops.embed import take
-from weft.ops.fill import arange, full
-from weft.ops.opaque import independent_operands
-from weft.ops.pointwise import add, mul
+from weft.ops.fill import arange, full, full_op
+from weft.ops.opaque import independent_operands, opaque
+from weft.ops.pointwise import add, dropout_op, mul
 from weft.ops.registry import ONE, Equation, arg_sets
-from weft.ops.shape import expand, narrow
+from weft.ops.shape import expand, expand_op, narrow, reshape_op
 from weft.ops.source import input_held, input_node
 
 AXIS = "micro"
@@ -217,7 +218,7 @@ class _Derivation:
         here = [x.place for x in args]
         eq = self._equation(n, args)
         wanted = _sharded_operands(eq, here) + _sums(n, here) if eq is not None else []
-        wanted += [_batch_sharded_operands(n)] if n.op.name == "opaque" and S(0) in here else []
+        wanted += [_batch_sharded_operands(n)] if n.op is opaque and S(0) in here else []
         wanted.append(tuple(R if a in self.free else p for a, p in zip(n.args, here, strict=True)))
         for places in sorted(wanted, key=lambda places: sum(p != q and not isinstance(p, Replicated) for p, q in zip(here, places, strict=True))):
             brought = [self._brought(a, x, p) for a, x, p in zip(n.args, args, places, strict=True)]
@@ -250,9 +251,9 @@ class _Derivation:
         if not layout.is_even or place.within is not None:
             return None
         size, shape = layout.largest_local[dim], layout.largest_local
-        if n.op.name == "full":
+        if n.op is full_op:
             node = full(shape, n.attr("value"), self.own, n.dtype)
-        elif n.op.name == "expand" and n.args[0].shape[dim] == 1 and isinstance(self.held[n.args[0]].place, Replicated):
+        elif n.op is expand_op and n.args[0].shape[dim] == 1 and isinstance(self.held[n.args[0]].place, Replicated):
             node = expand(self.held[n.args[0]].node, shape)
         else:
             rows = add(arange(size, self.own), mul(self._part, size))
@@ -280,7 +281,7 @@ class _Derivation:
 
     def _per_sample_types(self, n: Node, args: Sequence[_MicroValue]) -> tuple[Type, ...]:
         """The types of a torch op without an entry that takes samples each by itself; none where that is not known."""
-        if n.op.name != "opaque" or not independent_operands(n) or tuple(x.place for x in args) != _batch_sharded_operands(n):
+        if n.op is not opaque or not independent_operands(n) or tuple(x.place for x in args) != _batch_sharded_operands(n):
             return ()
         first = args[0].types[0].layout.dims[0]
         if any(x.types[0].layout.dims[0] != first for x in args[: independent_operands(n)]):
@@ -294,17 +295,17 @@ class _Derivation:
         places = [x.place for x in args if len(x.types) == 1]
         if n.op is own_gradient and not self._by_sample(n, args):
             raise _ByPlace
-        if n.op.name == "opaque":
+        if n.op is opaque:
             return nodes, {**attrs, "gives": tuple((d, t.layout.largest_local) for (d, _), t in zip(attrs["gives"], types, strict=True))}
         if n.op.local is None or not any(isinstance(p, S) for p in (*places, *(t.on(AXIS) for t in types))):
             return nodes, attrs
-        if n.op.name in ("reshape", "expand"):
+        if n.op in (reshape_op, expand_op):
             return nodes, {**attrs, "shape": types[0].layout.largest_local}
-        if n.op.name == "dropout":
+        if n.op is dropout_op:
             return [*nodes, self._part], {**attrs, "of": self._of(args[0])}
         eq = self._equation(n, args)
         labels = {eq.label(k, p.dim) for k, p in enumerate(places) if isinstance(p, S)} if eq is not None else set[str]()
-        if n.op.name == "attention" and labels <= {"b", "g", "r"} and (labels == {"b"} or not n.attr("p")):
+        if n.op is attention_op and labels <= {"b", "g", "r"} and (labels == {"b"} or not n.attr("p")):
             return ([*nodes, self._part], {**attrs, "of": self._of(args[0])}) if n.attr("p") else (nodes, attrs)
         if eq is None or n.op.name not in BY_SAMPLE or not all(labels <= set(out) for out in eq.outs):
             raise _ByPlace

@@ -34,7 +34,7 @@ from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
 from weft.frontend.capture.values import TAG, Ref, Step, view
 from weft.ops.embed import take
-from weft.ops.fill import arange, full
+from weft.ops.fill import arange, full, stop_gradient
 from weft.ops.opaque import each, opaque
 from weft.ops.pointwise import add, cast, where
 from weft.ops.registry import Kind
@@ -501,7 +501,7 @@ def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: 
     first = 0 if offset is None else offset - x.storage_offset()
     last = first + sum((n - 1) * by for n, by in zip(shape, strides, strict=True)) if math.prod(shape) else first
     outside = recorder.node(x)  # how an input lies in memory is not part of the program
-    while outside.op.kind is Kind.VIEW or outside.op.name == "stop_gradient":
+    while outside.op.kind is Kind.VIEW or outside.op is stop_gradient:
         outside = outside.args[0]
     order = sorted(range(x.ndim), key=lambda d: -x.stride(d))  # as its elements lie one after another
     dense = x.permute(order).is_contiguous()

@@ -31,6 +31,7 @@ from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.optimizers import KNOWN, Body, Known, body_of, runs_the_same
+from weft.ops.pointwise import add
 from weft.ops.source import input_op
 
 COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
@@ -237,7 +238,7 @@ class _Stood:
                 node = self.recorder.number(leaf, WIDE)
             if node is None:
                 made.append(leaf)
-            elif any(n.op is input_op and not n.attr("name").startswith("param.") for n in toposort([node])):
+            elif any(n.op is input_op and n.role is not Role.PARAMETER for n in toposort([node])):
                 self.late.add((who, which))
                 made.append(leaf)
             else:
@@ -501,7 +502,7 @@ def _update(stood: _Stood, out: Mapping[Leaf, Node], who: str) -> Update:
 
 def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
     """Whether a state goes up by one with every update, from 0 on where it is new."""
-    if before is None or before.shape != () or after.op.name != "add" or before not in after.args:
+    if before is None or before.shape != () or after.op is not add or before not in after.args:
         return False
     one = next((a for a in after.args if a is not before), before)
     return one.op.is_number and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)

@@ -11,20 +11,24 @@ from collections.abc import Iterator
 from weft.core.node import Node
 from weft.frontend.capture.experts import apply
 from weft.frontend.capture.recorder import Recorder
+from weft.ops.embed import take_op
 from weft.ops.experts import ACTIVATIONS
+from weft.ops.linalg import einsum_op
 from weft.ops.norm import rms_norm
-from weft.ops.pointwise import cast
+from weft.ops.pointwise import add, cast, mul, neg, rsqrt
+from weft.ops.pointwise import square as square_op
+from weft.ops.reduce import sum_
 from weft.ops.rotary import rope
-from weft.ops.shape import permute
+from weft.ops.shape import concat_op, narrow_op, permute, reshape_op
 
 
 def improved(r: Recorder, node: Node) -> Node:
     """The node, or the one op that it finishes."""
-    if node.op.name == "einsum":
+    if node.op is einsum_op:
         return _experts(r, node) or node
-    if node.op.name == "add":
+    if node.op is add:
         return _rope(r, node) or node
-    return _rms_norm(node) or node if node.op.name == "mul" else node
+    return _rms_norm(node) or node if node.op is mul else node
 
 
 def _either(node: Node, op: str) -> Iterator[tuple[Node, Node]]:
@@ -49,10 +53,10 @@ def _rope(r: Recorder, node: Node) -> Node | None:
 
 def _swapped_halves(node: Node) -> Node | None:
     """x, where the node is (-x2, x1) along the last dim."""
-    if node.op.name != "concat" or len(node.args) != 2 or node.attr("dim") != node.ndim - 1:
+    if node.op is not concat_op or len(node.args) != 2 or node.attr("dim") != node.ndim - 1:
         return None
     left, right = node.args
-    if left.op.name != "neg":
+    if left.op is not neg:
         return None
     (a, first), (b, second) = _half(left.args[0]), _half(right)
     return a if a is not None and a is b and (first, second) == (1, 0) else None
@@ -60,15 +64,15 @@ def _swapped_halves(node: Node) -> Node | None:
 
 def _half(node: Node) -> tuple[Node | None, int]:
     """Which half of the last dim of which tensor it is; a slice, or a part of that dim split in two."""
-    if node.op.name == "reshape":
+    if node.op is reshape_op:
         node, split = node.args[0], True
     else:
         split = False
-    if node.op.name != "narrow":
+    if node.op is not narrow_op:
         return None, -1
     x, dim, start, stop = node.args[0], node.attr("dim"), node.attr("start"), node.attr("stop")
     if split:
-        whole = x.args[0] if x.op.name == "reshape" else None
+        whole = x.args[0] if x.op is reshape_op else None
         fits = whole is not None and dim == x.ndim - 2 and x.shape[dim] == 2 and whole.shape[:-1] == x.shape[:-2]
         return (whole, start) if fits and stop == start + 1 else (None, -1)
     size = x.shape[dim]
@@ -90,7 +94,7 @@ def _rms_norm(node: Node) -> Node | None:
 def _unweighted(node: Node) -> tuple[Node, float] | None:
     """(x, eps), where the node is x * rsqrt(mean(x^2) + eps) over the last dim."""
     for x, root in _either(node, "mul"):
-        if root.op.name == "rsqrt":
+        if root.op is rsqrt:
             for square, eps in _either(root.args[0], "add"):
                 if eps.op.is_number and _mean_square(square) is x:
                     inside = _uncast(x)
@@ -101,10 +105,10 @@ def _unweighted(node: Node) -> tuple[Node, float] | None:
 def _mean_square(node: Node) -> Node | None:
     """x, where the node is the mean of x^2 over the last dim, that dim kept."""
     for total, share in _either(node, "mul"):
-        if share.op.is_number and total.op.name == "sum" and total.attr("keepdim"):
+        if share.op.is_number and total.op is sum_ and total.attr("keepdim"):
             square = total.args[0]
             whole = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
-            if whole and square.op.name == "square":
+            if whole and square.op is square_op:
                 return square.args[0]
     return None
 
@@ -143,7 +147,7 @@ def _labels(node: Node) -> tuple[list[str], str]:
 def _stack(node: Node, labels: str, tk: str, order: str) -> tuple[Node, Node] | None:
     """(weights [e, *order], picks), where the node is the matrices of every pick."""
     taken = node.args[0] if node.op.is_cast else node
-    if taken.op.name != "take" or taken.attr("dim") != 0 or taken.args[1].ndim != 2 or sorted(labels) != sorted(tk + order) or labels[:2] != tk:
+    if taken.op is not take_op or taken.attr("dim") != 0 or taken.args[1].ndim != 2 or sorted(labels) != sorted(tk + order) or labels[:2] != tk:
         return None
     stack = taken.args[0] if taken is node else cast(taken.args[0], dtype=node.attr("dtype"))
     return (stack if labels[2:] == order else permute(stack, (0, 2, 1))), taken.args[1]
@@ -151,7 +155,7 @@ def _stack(node: Node, labels: str, tk: str, order: str) -> tuple[Node, Node] | 
 
 def _of_picks(node: Node, picks: Node) -> tuple[Node, Node] | None:
     """(x, weights [e, f, d]), where the node is each token times the matrices of its picks."""
-    ins, out = _labels(node) if node.op.name == "einsum" else ([], "")
+    ins, out = _labels(node) if node.op is einsum_op else ([], "")
     for x, taken in ((0, 1), (1, 0)) if len(ins) == 2 and len(out) == 3 else ():
         if len(ins[x]) == 2 and ins[x][0] == out[0]:
             found = _stack(node.args[taken], ins[taken], out[:2], out[2] + ins[x][1])

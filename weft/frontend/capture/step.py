@@ -42,11 +42,11 @@ from weft.frontend.capture.tape import Tape
 from weft.frontend.capture.values import TAG
 from weft.ops import pointwise as w
 from weft.ops.custom_gradient import own_gradient
-from weft.ops.fill import zeros_like
+from weft.ops.fill import full_op, zeros_like
 from weft.ops.norm import to_dtype as cast_to
 from weft.ops.optimizers import aligned, computes
 from weft.ops.optimizers import update as update_op
-from weft.ops.source import input_op
+from weft.ops.source import const, input_op
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ def _begins(update: Update, state: str, p: Tensor | None) -> Any:
     if inputs:
         assert p is not None
         return computes([node], dict.fromkeys(inputs, p.detach()))[0]
-    if node.op.name in ("full", "const") and not isinstance(node.attr("value"), str):
+    if node.op in (full_op, const) and not isinstance(node.attr("value"), str):
         value = node.attr("value")
         return None if value == 0 else torch.full((), value, dtype=node.dtype).expand(node.shape)
     return computes([node], {})[0]

@@ -12,7 +12,7 @@ from weft.core.errors import PlanError
 from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node, make
 from weft.core.program import Program
-from weft.ops.comm import is_comm, reshard
+from weft.ops.comm import is_comm, reshard, slice_
 from weft.ops.source import input_held
 from weft.plan.assignment import Solution, solve
 from weft.plan.assignment.budget import Budget
@@ -59,7 +59,7 @@ class Chosen:
     @cached_property
     def communication(self) -> Counter[str]:
         """How many collectives of each kind the program has; slices move nothing and are left out."""
-        return Counter(n.op.name for n in self.program.nodes if is_comm(n) and n.op.name != "slice")
+        return Counter(n.op.name for n in self.program.nodes if is_comm(n) and n.op is not slice_)
 
 
 def choose(

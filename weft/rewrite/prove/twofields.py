@@ -14,6 +14,7 @@ import torch
 from weft.core.errors import InvalidProgram
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.pointwise import div, exp
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Codes, Field
 
@@ -30,10 +31,10 @@ class Values(Field):
         self.exponents = exponents
 
     def compute(self, node: Node, at: Mapping[str, int], args: list[Codes]) -> Codes:
-        if node.op.name == "exp":
+        if node.op is exp:
             x = self.exponents[node.args[0]][node.mesh.rank(at)]
             return self._each(lambda v: pow(G, v, P), x)
-        if node.op.name == "div":
+        if node.op is div:
             return args[0] * self._each(lambda v: pow(v, -1, P) if v else 0, args[1]) % P
         return super().compute(node, at, args)
 
@@ -43,7 +44,7 @@ class Values(Field):
 
 def speaks_of(program: Program) -> bool:
     """Whether a program has something for these fields to say."""
-    return any(n.op.name in ("exp", "div") for n in program.nodes)
+    return any(n.op in (exp, div) for n in program.nodes)
 
 
 def equal(left: Program, right: Program, seed: int) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.core.layout import Layout, O, P
 from weft.core.node import Node
+from weft.ops.embed import take_op
 from weft.ops.registry import ONE, Equation, Kind, arg_sets, equation_of
 
 Array = Any  # a numpy array of Z3 terms, a tuple of them, or None where a rank holds nothing
@@ -186,7 +187,7 @@ class Meaning:
         known: Callable[..., Any] | None = MEANINGS.get(node.op.name)
         if known is not None:
             return known(self, node, shape, *args)
-        if node.op.name == "take":
+        if node.op is take_op:
             return self._take(node, args, at)
         if node.op.local is not None:
             raise Inexpressible(f"{node.op.name} knows which slice it holds")

@@ -16,7 +16,7 @@ from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import attention as wa
 from weft.ops import pointwise as w
-from weft.ops.shape import expand, reshape
+from weft.ops.shape import expand, expand_op, reshape, reshape_op
 
 
 @function(F.scaled_dot_product_attention)
@@ -86,14 +86,14 @@ def _unrepeated(k: Node, v: Node) -> tuple[Node, Node]:
 
 def _before_repeat(x: Node) -> Node | None:
     """[b, g, t, d], where x is [b, g, 1, t, d] stretched to [b, g, r, t, d], as [b, g * r, t, d]."""
-    wide = x.args[0] if x.op.name == "reshape" else None
-    if wide is None or wide.op.name != "expand" or wide.ndim != 5 or wide.args[0].ndim != 5:
+    wide = x.args[0] if x.op is reshape_op else None
+    if wide is None or wide.op is not expand_op or wide.ndim != 5 or wide.args[0].ndim != 5:
         return None
     b, g, _, t, d = wide.shape
     fits = wide.args[0].shape == (b, g, 1, t, d) and x.shape == (b, g * wide.shape[2], t, d)
     if not fits:
         return None
-    inner = wide.args[0].args[0] if wide.args[0].op.name == "reshape" else wide.args[0]
+    inner = wide.args[0].args[0] if wide.args[0].op is reshape_op else wide.args[0]
     return inner if inner.shape == (b, g, t, d) else reshape(wide.args[0], (b, g, t, d))
 
 

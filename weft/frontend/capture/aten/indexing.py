@@ -17,14 +17,15 @@ from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.fill import arange, full, scale_gradient
+from weft.ops.fill import arange, arange_op, full, scale_gradient
+from weft.ops.order import argmax_op, sort_op, topk_op
 from weft.ops.shape import expand, narrow, permute, reshape
 
 
 def _wrapped(index: Node, size: int) -> Node:
     """Negative indices counted from the end, as torch counts them; known sources of integers need none of it."""
     source = index.args[0] if index.op.is_item else index
-    if source.op.name in ("arange", "argmax", "topk", "sort"):
+    if source.op in (arange_op, argmax_op, topk_op, sort_op):
         return index
     return w.where(w.lt(index, 0), w.add(index, size), index)
 
