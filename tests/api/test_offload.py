@@ -19,6 +19,7 @@ from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
 from weft.interp import run_global
+from weft.plan.setting import Setting
 from weft.plan.spec import Spec
 from weft.transform.stage_contents import stage_contents_of
 
@@ -92,7 +93,7 @@ def test_of_recomputed_blocks_their_inputs_are_kept_by_the_host() -> None:
 def test_words_and_settings_say_the_same() -> None:
     for text in ("dp2,offload", "dp2,micro2,recompute,offload"):
         spec = Spec.parse(text)
-        assert Spec.parse(str(spec)) == spec == Spec.of(spec.setting(global_batch=8))
+        assert Spec.parse(str(spec)) == spec == Setting.of(spec, global_batch=8).spec
     with pytest.raises(PlanError, match="no recompute named 'ffn-offload'") as caught:
-        Spec.parse("recompute:ffn,offload").setting(global_batch=8).check()
+        Setting.of(Spec.parse("recompute:ffn,offload"), global_batch=8).check()
     assert "full-offload" in str(caught.value)
