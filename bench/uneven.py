@@ -69,8 +69,8 @@ def _spin(where: int) -> None:
 
 
 def measure(rank: int, world: int, rounds: int, plans: str) -> dict[str, Any]:
+    from bench._shares import pieces_by
     from bench.train import time_steps
-    from weft.plan.shares import pieces_by
 
     os.sched_setaffinity(0, {core(rank)})
     speeds = speed(rank, world)

@@ -19,13 +19,12 @@ from functools import cached_property
 from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.memory import needed
+from weft.cost.memory import Lifetimes, needed
 from weft.cost.price import Costs, compiles, on_mesh
 from weft.cost.walk import Phase, Walk, combine
 from weft.cost.work import Collective, Op, Work
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
 from weft.schedule.verbs import BUCKET, FIRST, is_full
 
@@ -83,7 +82,7 @@ class PlacedProgram:
 
     @cached_property
     def peak(self) -> float:
-        spans = Lifetimes(self.program)
+        spans = Lifetimes(self.program, joined=1)
         order = [*self.program.inputs, *self.roles.order]
         spans.time = {n: t for t, n in enumerate(order)}
         change: dict[int, float] = defaultdict(float)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.host import COPIES
 from weft.ops.registry import Kind, nbytes
 
 FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks it cannot hand out again
@@ -27,41 +30,71 @@ def peak_bytes(program: Program) -> int:
 
 def least_bytes(program: Program) -> int:
     """What the busiest rank holds at the least, however well elementwise ops are fused: of these, only what others read."""
-    return max(live_bytes(program, fused=True), default=0)
+    return max(live_bytes(program, Lifetimes(program, len(program.nodes))), default=0)
 
 
-def live_bytes(program: Program, fused: bool = False) -> list[int]:
-    """What the busiest rank holds while each node runs: inputs throughout, every other value from its making to its last use.
-
-    Of what one kernel makes only that is kept which others read, and the next value of a state is written over the last."""
-    place, free = {n: i for i, n in enumerate(program.nodes)}, _never_held(program) | (_passed_on(program) if fused else set())
-    outputs = {n for _, n in program.outputs}
-    dies: dict[int, list[Node]] = {}
+def live_bytes(program: Program, spans: Lifetimes | None = None) -> list[int]:
+    """What the busiest rank holds while each node runs."""
+    spans, change = spans or Lifetimes(program), [0] * (len(program.nodes) + 1)
     for node in program.nodes:
-        if node.args and node not in outputs and program.users[node]:
-            dies.setdefault(max(place[u] for u in program.users[node]), []).append(node)
-    now = sum(nbytes(t) for n in program.inputs for t in n.types)
-    held = []
-    for i, node in enumerate(program.nodes):
-        if node.args and node not in free:
-            now += sum(nbytes(t) for t in node.types)
-        held.append(now)
-        now -= sum(nbytes(t) for n in dies.get(i, ()) if n not in free for t in n.types)
-    return held
+        for index, type_ in enumerate(node.types):
+            span = spans.of(node, index)
+            if span is not None:
+                change[span[0]] += nbytes(type_)
+                change[span[1]] -= nbytes(type_)
+    return list(itertools.accumulate(change[:-1]))
 
 
-def _never_held(program: Program) -> set[Node]:
-    """Views, and inside fused groups what no other node reads and what overwrites state."""
-    found = {n for n in program.nodes if n.op.kind is Kind.VIEW}
-    outputs, state = {n for _, n in program.outputs}, {program.output_names[o] for o, _ in program.state}
-    for group in program.groups:
-        inside = set(group.nodes) if group.kind == "fuse" else set()
-        found |= {n for n in inside if n in state or (n not in outputs and all(u in inside for u in program.users[n]))}
-    return found
+Span = tuple[int, int]  # half open
 
 
-def _passed_on(program: Program) -> set[Node]:
-    """Elementwise values that only elementwise ops read."""
-    outputs = {n for _, n in program.outputs}
-    alone = {n for n in program.nodes if n.op.kind is Kind.POINTWISE and n not in outputs}
-    return {n for n in alone if all(u.op.kind is Kind.POINTWISE for u in program.users[n])}
+class Lifetimes:
+    """When the values of a program take memory of their own, on a clock that ticks once per node.
+
+    Inputs do throughout, every other value but numbers from its making to its last use, through views too, which share its storage. Of what one
+    kernel makes only that is kept which others read, and the next value of a state is written over the last. `joined` elementwise readers, or
+    fewer, are taken to be fused with the elementwise op they read, and next values of state to be written in place.
+    """
+
+    def __init__(self, program: Program, joined: int = 0) -> None:
+        self.program, self.joined = program, joined
+        self.time = {n: t for t, n in enumerate(program.nodes)}
+        self.end = len(program.nodes)
+        self._inputs = frozenset(program.inputs)
+        self._replaced = {output for output, _ in program.state}
+        self._kernel = {n: set(g.nodes) for g in program.groups if g.kind == "fuse" for n in g.nodes}
+
+    def of(self, node: Node, index: int) -> Span | None:
+        """From when to when result `index` of a node takes memory; None where it takes none."""
+        if node in self._inputs:
+            return 0, self.end
+        if node.op.kind is Kind.VIEW or not node.args:
+            return None
+        readers, outputs = self._readers(node, index)
+        if not (readers or outputs) or self._is_fused(node, readers, outputs):
+            return None
+        last = self.end - 1 if outputs else max(self.time[r] for r in readers)
+        return self.time[node], last + 1
+
+    def _is_fused(self, node: Node, readers: list[Node], outputs: list[str]) -> bool:
+        """Whether a kernel keeps it to itself, or writes it over what it replaces."""
+        kernel = self._kernel.get(node)
+        if outputs:
+            return all(name in self._replaced for name in outputs) and bool(kernel or self.joined and not readers)
+        if kernel and kernel.issuperset(readers):
+            return True
+        return node.op.kind is Kind.POINTWISE and len(readers) <= self.joined and all(r.op.kind is Kind.POINTWISE for r in readers)
+
+    def _readers(self, node: Node, index: int) -> tuple[list[Node], list[str]]:
+        """Nodes that read a value's storage, through views too, and the outputs that hold it; a copy to the host's memory is no view of it."""
+        readers: list[Node] = []
+        outputs = self.program.outputs_of(node)
+        todo = [u for u in self.program.users[node] if not u.op.is_item or u.attr("index") == index]
+        while todo:
+            user = todo.pop()
+            if user.op.kind is Kind.VIEW and user.op not in COPIES:
+                outputs += self.program.outputs_of(user)
+                todo += self.program.users[user]
+            else:
+                readers.append(user)
+        return readers, outputs

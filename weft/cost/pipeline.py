@@ -73,6 +73,13 @@ def repeated(at: Callable[[int], Timeline], ranks: int, micro: int) -> float:
     return b.seconds + period * (micro - more) / ranks
 
 
+def kept_over(line: Timeline, rank: int, order: Sequence[Pass], kept: Sequence[float]) -> Iterator[tuple[int, Pass, float]]:
+    """Each pass of a rank in time, as the number of its task, with what waits for later passes after it."""
+    kinds = {kind for kind, *_ in order}
+    own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in kinds), key=line.start.__getitem__)
+    yield from zip(own, order, waiting(order, kept), strict=True)
+
+
 def waiting(order: Sequence[Pass], kept: Sequence[float]) -> Iterator[float]:
     """What waits for later passes of a rank after each of its own; `kept` by a forward of each chunk until its last pass."""
     frees, now = "weight" if any(kind == "weight" for kind, *_ in order) else "backward", 0.0

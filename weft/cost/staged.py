@@ -18,7 +18,7 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import peak_bytes
-from weft.cost.pipeline import Pass, passes, waiting
+from weft.cost.pipeline import Pass, kept_over, passes
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
 from weft.ops.registry import nbytes
@@ -117,8 +117,7 @@ class StagedStep:
         state = now = self.state(rank)
         points, gradients = [(0.0, now)], dict[int, float]()
         kept = [self.kept(s) if len(s.phases) > 1 else 0.0 for s in self.stages[rank :: self.ranks]]
-        own = sorted((i for i in line.on(f"stage {rank}") if line.tasks[i].cause in PASSES), key=line.start.__getitem__)
-        for i, (kind, chunk, _), waits in zip(own, order, waiting(order, kept), strict=True):
+        for i, (kind, chunk, _), waits in kept_over(line, rank, order, kept):
             stage = self.stages[chunk * self.ranks + rank]
             program = self.turn(stage, kind)
             work = max(0.0, peak_bytes(program) - sum(nbytes(n.type) for n in program.inputs)) if program is not None else 0.0

@@ -94,9 +94,13 @@ def stays(setting: Setting, blocks: Sequence[Block]) -> float:
     return next((b.hosted(setting.again) for b in reversed(blocks) if b.kept), 0.0)
 
 
+def kept(setting: Setting, chunk: Sequence[LayerRun]) -> float:
+    """Bytes of a chunk that a forward leaves on the device until its backward."""
+    return sum(saved(setting, p.block) * p.count for p in chunk) + stays(setting, [p.block for p in chunk if p.count])
+
+
 def _peak_activations(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> float:
-    sizes = [sum(saved(setting, p.block) * p.count for p in chunk) + stays(setting, [p.block for p in chunk if p.count]) for chunk in chunks]
-    return max(waiting(order, sizes), default=0.0)
+    return max(waiting(order, [kept(setting, chunk) for chunk in chunks]), default=0.0)
 
 
 def _passing(setting: Setting, block: Block) -> float:

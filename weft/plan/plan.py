@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.core.errors import PlanError
 from weft.core.files import BYTES, parse_json
-from weft.core.layout import S
+from weft.core.layout import S, chunk
 from weft.core.names import bare
 from weft.core.picture import html_of, run_by_root
 from weft.core.program import Program
@@ -27,7 +27,6 @@ from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
 from weft.plan.pins import parse_pin
 from weft.plan.setting import Setting
-from weft.plan.shares import dealt
 from weft.plan.spec import AGAIN, DECIDED, OFFLOADED, Share, Spec
 
 VERSION = 2
@@ -278,6 +277,11 @@ def _of_data(data: Mapping[str, Any], where: str) -> Plan:
     if meant != setting:
         raise PlanError(f"spec of {where} does not go with what it was made for", needed=str(meant.spec), found=str(spec), try_="plan again")
     return plan
+
+
+def dealt(pieces: int, ranks: int) -> list[int]:
+    """Pieces of every rank, by torch.chunk's rule."""
+    return [hi - lo for lo, hi in (chunk(pieces, ranks, r) for r in range(ranks))]
 
 
 def with_pieces(setting: Setting, shares: Sequence[Share]) -> Setting:

@@ -8,8 +8,10 @@ from typing import Any
 
 from weft.core.errors import WeftError
 from weft.cost.interval import NOT_MODELLED, spread
-from weft.plan.memory import saved
+from weft.cost.pipeline import kept_over
+from weft.plan.memory import kept
 from weft.plan.named import input_layouts
+from weft.plan.phase import LayerRun
 from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.planner import EXACT, Request
@@ -173,7 +175,7 @@ def _search(plan: Plan) -> Search:
 def _sizes(work: Workload, s: Setting) -> list[float]:
     """Bytes that a forward of each virtual stage keeps for its backward."""
     stages = staged(work, s).stages or (((work.first, 1), *work.layers(0, work.depth), (work.last, 1)),)
-    return [sum(saved(s, block) * n for block, n in stage) for stage in stages]
+    return [kept(s, [LayerRun(*run) for run in stage]) for stage in stages]
 
 
 def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
@@ -189,17 +191,10 @@ def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int)
 
 def _activations(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> list[tuple[float, float]]:
     """A forward adds what its backward will need; that backward frees it."""
-    line, now, points = step.timeline, 0.0, [(0.0, 0.0)]
-    frees = "weight" if any(t.cause == "weight" for t in line.tasks) else "backward"
-    for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):
-        task = line.tasks[i]
-        chunk = int(task.name.rpartition("chunk ")[2]) if "chunk" in task.name else 0
-        if task.cause == "forward":
-            now += sizes[chunk * s.pp + stage]
-            points.append((line.start[i], now))
-        elif task.cause == frees:
-            now = max(0.0, now - sizes[chunk * s.pp + stage])
-            points.append((line.end[i], now))
+    line, points = step.timeline, [(0.0, 0.0)]
+    order = s.pipeline.orders(s.pp, s.micro_batches, s.chunks)[stage]
+    for i, (kind, *_), now in kept_over(line, stage, order, sizes[stage :: s.pp]):
+        points.append((line.start[i] if kind == "forward" else line.end[i], now))
     return [*points, (step.seconds, now)]
 
 

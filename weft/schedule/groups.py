@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -70,6 +70,16 @@ def _as_overlap(p: Program, n: Node, nodes: Sequence[Node]) -> Iterator[str]:
     for a, b in pairs:
         for d in range(len(a.types[0].shape)):
             yield f'overlap(p, "{name_in(p, a)}", "{name_in(p, b)}", dim={d}, chunks=2)'
+
+
+def with_inner(p: Program, members: Iterable[Node], terms: Collection[Node]) -> dict[Node, None]:
+    """The members of a kernel and what only they read, which is computed inside it, but for the terms it sums."""
+    found = dict.fromkeys(members)
+    for n in reversed(p.nodes):
+        inside = n not in terms and p.users[n] and all(u in found for u in p.users[n]) and not p.outputs_of(n)
+        if n not in found and inside and n.args and (n.op.kind in FUSIBLE or n.op is comm.slice_):
+            found[n] = None
+    return found
 
 
 def is_scalar(n: Node) -> bool:

@@ -11,7 +11,7 @@ from weft.core.program import Program
 from weft.ops.attention import attention_op
 from weft.ops.comm import all_gather, slice_
 from weft.ops.registry import Kind
-from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap
+from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap, with_inner
 from weft.schedule.moves import hoist, sink
 from weft.schedule.parallel import cut, turn
 from weft.schedule.state import drop_dead, shard_state
@@ -196,12 +196,7 @@ def one_kernel(p: Program, first: str = "reduce_scatter", last: str = "all_gathe
         if len(nodes) > 1:
             p = merge(p, *nodes)
     terms = set().union(*(p.needs(n) for n in p.find_all(first)))
-    members = dict.fromkeys([*p.between(first, last), *_update_nodes(p, terms, last)])
-    for n in reversed(p.nodes):  # what only the kernel reads is computed inside it, but for the terms it sums
-        inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
-        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op is slice_):
-            members[n] = None
-    return fuse(p, members)
+    return fuse(p, with_inner(p, [*p.between(first, last), *_update_nodes(p, terms, last)], terms))
 
 
 __all__ = [

@@ -9,12 +9,12 @@ from weft.core.errors import InvalidTransform
 from weft.core.layout import P
 from weft.core.node import Node, toposort
 from weft.core.program import Program
-from weft.ops.comm import all_reduce, is_comm, reduce_scatter, slice_
+from weft.ops.comm import all_reduce, is_comm, reduce_scatter
 from weft.rewrite.communicate import bucket_all
 from weft.rewrite.engine import apply_rule
 from weft.rewrite.updates import better_by_rows
 from weft.schedule import fuse, merge
-from weft.schedule.groups import FUSIBLE, is_scalar
+from weft.schedule.groups import is_scalar, with_inner
 from weft.schedule.verbs import BUCKET, FIRST, by_size
 
 
@@ -65,13 +65,8 @@ def _after_sums(p: Program, sums: Sequence[Node]) -> Program:
     p = _merged(p, [n for n in p.find_all("all_gather") if n in after and not is_scalar(n)])
     firsts = _calls(p, sums)
     after = _following(p, firsts)
-    members = dict.fromkeys(n for n in p.nodes if n in firsts or n in after)
     terms = set(toposort(a for n in firsts for a in n.args))
-    for n in reversed(p.nodes):
-        inside = n not in terms and p.users[n] and all(u in members for u in p.users[n]) and not p.outputs_of(n)
-        if n not in members and inside and n.args and (n.op.kind in FUSIBLE or n.op is slice_):
-            members[n] = None
-    return fuse(p, members)
+    return fuse(p, with_inner(p, (n for n in p.nodes if n in firsts or n in after), terms))
 
 
 def _merged(p: Program, nodes: Sequence[Node]) -> Program:

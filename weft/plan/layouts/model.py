@@ -26,11 +26,11 @@ from weft.core.errors import PlanError
 from weft.core.layout import R, S
 from weft.core.node import Node, Type
 from weft.core.program import Program
+from weft.cost.memory import Lifetimes
 from weft.cost.work import Work
 from weft.ops.registry import Kind
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.isomorphic import Instance, parts
-from weft.plan.layouts.lifetimes import Lifetimes
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.strategies import Centre, Strategies, Strategy, may_pend
 from weft.plan.roles import Roles
@@ -118,7 +118,7 @@ class _Builder:
         self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
         self.part, self.pins, self.centres, self.allow = part, pins, centres, allow
         self.routes, self.work = ways.routes(prices), Work(program, prices.chained)
-        self.lifetimes = Lifetimes(program)
+        self.lifetimes = Lifetimes(program, joined=1)
         self.roles, self.rates = Roles(program), rates
         self.forward = self.roles.forward
         self.offered: dict[int, list[Placements]] = {}  # layouts a part could give its value, allowed or not

@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.core.errors import PlanError
-from weft.core.layout import chunk
-
-
-def dealt(pieces: int, ranks: int) -> list[int]:
-    """Pieces of every rank."""
-    return [hi - lo for lo, hi in (chunk(pieces, ranks, r) for r in range(ranks))]
+from weft.plan.plan import dealt
 
 
 def slowest(pieces: int, speeds: Sequence[float]) -> float:
