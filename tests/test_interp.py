@@ -108,7 +108,7 @@ def test_values_of_several_ranks_side_by_side() -> None:
     torch.testing.assert_close(got["b"], 2 * inputs["y"])
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6))
 def test_over_a_field_nothing_is_rounded(seed: int) -> None:
     """Large residues, which floats could not multiply exactly."""
