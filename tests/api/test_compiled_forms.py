@@ -20,7 +20,7 @@ from weft.core.layout import Mesh, S
 from weft.core.node import Type
 from weft.core.program import new_program
 from weft.frontend.capture import Captured, capture
-from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad
+from weft.ops.conv import conv2d_input_grad, conv2d_weight_grad
 from weft.ops.source import input_node
 from weft.runtime import intra_host as runtime_near
 from weft.runtime.intra_host import HostGroup
@@ -98,7 +98,7 @@ def test_gradients_of_a_convolution_that_are_held_otherwise_are_two_calls() -> N
             input_node(n, Type(torch.float64, weft.Layout.of(mesh, shape, cut if n == "w" else {}))) for n, shape in kinds.items()
         )
         how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
-        grads = {"dx": _conv2d_input_grad(ct, w, size=(5, 5), **how), "dw": _conv2d_weight_grad(x, ct, kernel=(3, 3), **how)}
+        grads = {"dx": conv2d_input_grad(ct, w, size=(5, 5), **how), "dw": conv2d_weight_grad(x, ct, kernel=(3, 3), **how)}
         found = peepholes_of(new_program("grads", mesh, [ct, x, w], grads), (), mesh.coords(0), False, "cpu")
         assert sum("conv2d_backward" in f.text(str) for f in found) == calls
 

@@ -71,15 +71,15 @@ _CONV = [
         normal(2, 3, 4, 3), normal(4, 3, 2, 2), normal(4), inner=False,
     ),
     case(
-        "conv2d_input_grad", lambda y, w: conv._conv2d_input_grad(y, w, size=(6, 7), **HOW), _by_input,
+        "conv2d_input_grad", lambda y, w: conv.conv2d_input_grad(y, w, size=(6, 7), **HOW), _by_input,
         normal(2, 5, 3, 7), normal(5, 4, 3, 2), inner=False,
     ),
     case(
-        "conv2d_weight_grad", lambda x, y: conv._conv2d_weight_grad(x, y, kernel=(3, 2), **HOW), _by_weight,
+        "conv2d_weight_grad", lambda x, y: conv.conv2d_weight_grad(x, y, kernel=(3, 2), **HOW), _by_weight,
         normal(2, 4, 6, 7), normal(2, 5, 3, 7), inner=False,
     ),
     case(
-        "conv2d_weight_grad in groups", lambda x, y: conv._conv2d_weight_grad(x, y, kernel=(2, 2), **PLAIN), _by_weight_in_groups,
+        "conv2d_weight_grad in groups", lambda x, y: conv.conv2d_weight_grad(x, y, kernel=(2, 2), **PLAIN), _by_weight_in_groups,
         normal(2, 3, 2, 4, 3), normal(2, 3, 2, 3, 2), inner=False, local=True,
     ),
     _halo("conv2d_halo", (2, 3, 12, 4), (4, 3, 3, 3), padding=1),

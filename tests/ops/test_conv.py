@@ -14,7 +14,7 @@ from weft.core.errors import TypeMismatch
 from weft.core.layout import Mesh, P, S
 from weft.frontend.trace import f64, trace
 from weft.ops.batchnorm import batch_norm
-from weft.ops.conv import _conv2d_input_grad, _conv2d_weight_grad, conv2d, conv2d_halo
+from weft.ops.conv import conv2d, conv2d_halo, conv2d_input_grad, conv2d_weight_grad
 from weft.ops.pool import max_pool2d
 from weft.ops.registry import flops
 
@@ -55,9 +55,9 @@ def test_refusals(fn: Callable[..., Any], inputs: dict[str, Any], message: str) 
 def test_the_cotangent_must_belong() -> None:
     how = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
     with pytest.raises(TypeMismatch, match=r"needed  \[5, 5\]\n  found   \[4, 5\]"):
-        trace(lambda y, w: _conv2d_input_grad(y, w, size=(6, 6), **how), MESH, y=f64(2, 3, 4, 5), w=f64(3, 4, 2, 2), name="x")
+        trace(lambda y, w: conv2d_input_grad(y, w, size=(6, 6), **how), MESH, y=f64(2, 3, 4, 5), w=f64(3, 4, 2, 2), name="x")
     with pytest.raises(TypeMismatch, match="the cotangent is not of this convolution"):
-        trace(lambda x, y: _conv2d_weight_grad(x, y, kernel=(2, 2), **how), MESH, x=IMAGES, y=f64(2, 3, 6, 6), name="x")
+        trace(lambda x, y: conv2d_weight_grad(x, y, kernel=(2, 2), **how), MESH, x=IMAGES, y=f64(2, 3, 6, 6), name="x")
 
 
 def test_one_value_per_channel_has_no_variance() -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from weft.codegen.order import is_wire
 from weft.core.errors import RuntimeFault
 from weft.core.program import Program
+from weft.ops.comm import all_gather, all_reduce, reduce_scatter
 from weft.ops.registry import nbytes
 from weft.runtime import comm
 from weft.runtime.intra_host import HostGroup
@@ -33,7 +34,7 @@ from weft.tune.store import Store
 COUNTS = (1, 2, 4)
 MUCH = 4 << 20  # bytes along an axis from which a second group can matter
 MESSAGE, BURST, ROUNDS, MARGIN = 8 << 20, 8, 3, 0.05  # bytes of a timed message, messages under way at once
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+KINDS = (all_reduce, reduce_scatter, all_gather)
 
 
 def with_channels(program: Program, on: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -61,9 +62,9 @@ def _requested() -> int | str:
 
 def _sends(program: Program, axis: str) -> tuple[str, ...]:
     """The kinds of messages a program sends along an axis, if it sends much."""
-    wires = [n for n in program.nodes if is_wire(n) and n.attr("axis") == axis and n.op.name in KINDS]
+    wires = [n for n in program.nodes if is_wire(n) and n.attr("axis") == axis and n.op in KINDS]
     size = sum(nbytes(a.type) for n in wires for a in n.args)
-    return tuple(k for k in KINDS if any(n.op.name == k for n in wires)) if size >= MUCH else ()
+    return tuple(k.name for k in KINDS if any(n.op is k for n in wires)) if size >= MUCH else ()
 
 
 def _quickest(kinds: tuple[str, ...], group: Any, device: torch.device, everywhere: bool) -> int:

@@ -18,6 +18,7 @@ from weft.core.layout import Layout, S
 from weft.core.node import Node, Type, make
 from weft.core.program import Group, Program, new_program
 from weft.ops.registry import Kind, Local, equation_of
+from weft.ops.shape import expand_op, reshape_op
 from weft.ops.source import input_node
 
 
@@ -237,7 +238,7 @@ class _Chunking:
 
     def _remake(self, n: Node) -> Node:
         attrs = dict(n.attrs)
-        if n.op.name in ("reshape", "expand"):
+        if n.op in (reshape_op, expand_op):
             d = self.where[n]
             attrs["shape"] = tuple(s // self.chunks if k == d else s for k, s in enumerate(attrs["shape"]))
         return make(n.op, tuple(self.small.get(a, a) for a in n.args), attrs)

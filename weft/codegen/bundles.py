@@ -10,6 +10,7 @@ from weft.codegen.local_memory import local_shape_of, partial_op
 from weft.codegen.peepholes import Peephole
 from weft.core.node import Node, toposort
 from weft.core.program import Program
+from weft.ops.comm import all_gather, reduce_scatter
 from weft.ops.registry import nbytes
 
 
@@ -22,8 +23,8 @@ def bundles_of(
     alike: dict[object, list[Node]] = {}
     for n in wires:
         if len(n.args) == 1 and n.op.name in WRITERS and not n.attr("tree"):
-            early = n.op.name == "all_gather" and n.args[0].op.is_input
-            how = partial_op(n.args[0].layout, n.attr("axis")) if n.op.name == "reduce_scatter" else early
+            early = n.op is all_gather and n.args[0].op.is_input
+            how = partial_op(n.args[0].layout, n.attr("axis")) if n.op is reduce_scatter else early
             alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
     found = []
     for (name, axis, _, how), members in alike.items():  # type: ignore[misc]

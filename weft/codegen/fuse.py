@@ -18,7 +18,9 @@ from weft.codegen.rows import NotFusable, Rows
 from weft.core.layout import Layout, Replicated, S
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
+from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind
+from weft.ops.shape import reshape_op
 
 REDUCES = {"sum": "sum", "amax": "max", "amin": "min"}
 JOINS = {"add": "sum", "maximum": "max", "minimum": "min"}
@@ -273,7 +275,7 @@ class _Component:
 
     def _is_plain(self, n: Node) -> bool:
         """Whether a member is made from all its operands, each element by itself."""
-        return n in self.whole.members and n.op.kind is Kind.POINTWISE and n.op.name != "dropout" and self._joined_totals(n) is None
+        return n in self.whole.members and n.op.kind is Kind.POINTWISE and n.op is not dropout_op and self._joined_totals(n) is None
 
     def _lower(self, n: Node) -> Value:
         if n.op.is_number:
@@ -286,11 +288,11 @@ class _Component:
             return self._total(n)
         if (terms := self._joined_totals(n)) is not None:
             return self._joined(terms, JOINS[n.op.name])
-        if n.op.name == "dropout":
+        if n.op is dropout_op:
             return self._dropout(n)
         if n.op.kind is Kind.POINTWISE:
             return formula(n, self.value)
-        if n.op.name == "reshape" and is_scalar(n):
+        if n.op is reshape_op and is_scalar(n):
             return self.value(n.args[0])
         raise NotFusable(
             f"{n.op.name} cannot be part of a fused group",

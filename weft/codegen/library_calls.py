@@ -11,7 +11,14 @@ import torch
 from weft.codegen.text import settings
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.embed import before_comm
+from weft.ops.embed import before_comm, put_op
+from weft.ops.experts import experts, experts_backward
+from weft.ops.fill import arange_op, full_op
+from weft.ops.host import to_host
+from weft.ops.optimizers import adam
+from weft.ops.pointwise import eq, where
+from weft.ops.shape import reshape_op
+from weft.ops.source import const
 
 Test = Callable[[Node, str], bool]
 FLASH = {
@@ -70,14 +77,14 @@ def documents(n: Node, device: str) -> tuple[Node, Node] | None:
 
 def _equal(mask: Node) -> tuple[Node, Node] | None:
     """a and b, where a mask is 0 if they are equal and minus infinity elsewhere."""
-    while mask.op.name == "reshape":
+    while mask.op is reshape_op:
         mask = mask.args[0]
-    if mask.op.name != "where" or [float(a.attr("value")) for a in mask.args[1:] if a.op.name in ("const", "full")] != [0.0, -math.inf]:
+    if mask.op is not where or [float(a.attr("value")) for a in mask.args[1:] if a.op in (const, full_op)] != [0.0, -math.inf]:
         return None
     cond = mask.args[0]
-    while cond.op.name == "reshape":
+    while cond.op is reshape_op:
         cond = cond.args[0]
-    whole = cond.op.name == "eq" and all(not a.dtype.is_floating_point and a.ndim == cond.ndim > 1 for a in cond.args)
+    whole = cond.op is eq and all(not a.dtype.is_floating_point and a.ndim == cond.ndim > 1 for a in cond.args)
     return (cond.args[0], cond.args[1]) if whole else None
 
 
@@ -119,7 +126,7 @@ def all_rows(rows: Node) -> bool:
 
 
 def _counted(rows: Node) -> bool:
-    return rows.op.name == "arange" and (rows.attr("start"), rows.attr("step")) == (0, 1)
+    return rows.op is arange_op and (rows.attr("start"), rows.attr("step")) == (0, 1)
 
 
 def local_rows(rows: Node, at: Mapping[str, int]) -> range | None:
@@ -151,14 +158,14 @@ def library_call(
     test = QUICK.get(n.op.name)
     if test is None or not test(n, device):
         return None
-    if n.op.name == "put" and (run := local_rows(n.args[2], at)):
+    if n.op is put_op and (run := local_rows(n.args[2], at)):
         whole = len(run) == n.args[2].shape[0]
         return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
-    attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent")} | ({"own": own} if n.op.name == "adam" else {})
-    if n.op.name == "to_host" and fetches:
+    attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent")} | ({"own": own} if n.op is adam else {})
+    if n.op is to_host and fetches:
         attrs["site"] = next(_SITES)
-    if n.op.name in ("experts", "experts_backward"):
-        attrs["first"] = _first(n.args[3 if n.op.name == "experts" else 4], at)
+    if n.op in (experts, experts_backward):
+        attrs["first"] = _first(n.args[3 if n.op is experts else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []
     call = f"quick.{n.op.name}({', '.join([*args, *settings(attrs.items()), *more])})"
     return f"{call}[0]" if n.op.name == "layer_norm" and statistics is None else call

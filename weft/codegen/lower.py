@@ -15,6 +15,7 @@ from weft.codegen.order import gathers_parameters, is_wire, order
 from weft.codegen.peepholes import Peephole, peepholes_of
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.comm import slice_
 from weft.ops.registry import Kind
 
 
@@ -114,7 +115,7 @@ def _readers(program: Program, node: Node) -> list[Node]:
     """Who reads a tensor, itself or what shares its memory."""
     found = list(program.users[node])
     for u in found:
-        found += program.users[u] if u.op.kind is Kind.VIEW or u.op.name == "slice" else ()
+        found += program.users[u] if u.op.kind is Kind.VIEW or u.op is slice_ else ()
     return found
 
 

@@ -19,7 +19,9 @@ from types import MappingProxyType
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
+from weft.ops.comm import reduce_scatter
 from weft.ops.registry import Kind, nbytes
+from weft.ops.shape import concat_op
 
 PREFETCH = 8  # how many nodes ahead a gather of inputs may be started
 AHEAD = 3  # messages' worth of such gathers that are under way where messages are counted, before the first of them is read
@@ -98,7 +100,7 @@ def _ahead(nodes: list[Node], far: Mapping[str, int]) -> dict[Node, int]:
 
 
 def _costs(n: Node) -> bool:
-    return n.op.kind is not Kind.VIEW and n.op.name != "concat"
+    return n.op.kind is not Kind.VIEW and n.op is not concat_op
 
 
 def _sent(program: Program, nodes: list[Node]) -> set[Node]:
@@ -134,7 +136,7 @@ def _late(
         if n in tail:
             k = last[n] = max(last[a] for a in n.args if a in last)
             later = bisect_left(messages, messages[k] + LAG)
-            soon = later < len(roots) and (n in sends or roots[k].op.name == "reduce_scatter")
+            soon = later < len(roots) and (n in sends or roots[k].op is reduce_scatter)
             base, depth = at[roots[later]] if soon else (float(len(nodes)), float(k))
             late[n] = base, depth + 0.1
     return late

@@ -14,9 +14,14 @@ from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.comm import all_gather, reduce_scatter
+from weft.ops.conv import conv2d_input_grad, conv2d_weight_grad
 from weft.ops.experts import _back as experts_back
 from weft.ops.experts import _through as experts_through
+from weft.ops.experts import experts, experts_backward
+from weft.ops.pointwise import add
 from weft.ops.registry import Kind
+from weft.ops.shape import concat_op, item, narrow_op, pad_op, reshape_op
 
 
 def peepholes_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Peephole]:
@@ -40,7 +45,7 @@ def _only_read_by(p: Program, n: Node, user: Node) -> bool:
 
 def _linears(p: Program) -> Iterator[Peephole]:
     for n in p.nodes:
-        if n.op.name == "add":
+        if n.op is add:
             for y, bias in (n.args, n.args[::-1]):
                 if is_linear(y) and _only_read_by(p, y, n) and bias.shape == y.shape[-1:] and bias.dtype == y.dtype:
                     x, w = y.args
@@ -69,9 +74,9 @@ def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Peepho
     done: set[Node] = set()
     for n in p.nodes:
         axis = n.attr("sent")
-        rows = (0, 1) if axis and n.op.name == "experts_backward" else (0,)  # operands with a row of features for every token
+        rows = (0, 1) if axis and n.op is experts_backward else (0,)  # operands with a row of features for every token
         made = _scattered(p, n, axis, len(n.types) > 1) if axis else None
-        if made is None or any(n.args[k].op.name != "all_gather" or n.args[k].attr("axis") != axis for k in rows):
+        if made is None or any(n.args[k].op is not all_gather or n.args[k].attr("axis") != axis for k in rows):
             continue
         done |= {n.args[k] for k in rows} | {n}
         inputs = (*(n.args[k].args[0] for k in rows), *n.args[len(rows) :])
@@ -89,16 +94,16 @@ def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] 
     users = [u for u in p.users[n] if u.op.is_item and u.attr("index") == 0] if first else list(p.users[n])
     while len(users) == 1 and not p.outputs_of(users[0]):
         found.append(users[0])
-        if users[0].op.name == "reduce_scatter" and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
+        if users[0].op is reduce_scatter and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
             return tuple(found)
-        if users[0].op.name not in ("reshape", "item"):
+        if users[0].op not in (reshape_op, item):
             return None
         users = list(p.users[users[0]])
     return None
 
 
 def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:
-    up = n.args[3 if n.op.name == "experts" else 4]
+    up = n.args[3 if n.op is experts else 4]
     held = up.layout.positions(0, coords)
     on_gpu = library_call(n, [], device, False, coords) is not None
     run = f"quick.{n.op.name}" if on_gpu else f"{n.op.name}_on"
@@ -141,7 +146,7 @@ def _sums_of_pads(p: Program) -> set[Node]:
     """The adds under which nothing but pads is summed, each read by the one above it alone."""
     found: set[Node] = set()
     for n in p.nodes:
-        if n.op.name == "add" and all((a.op.name == "pad" or a in found) and _only_read_by(p, a, n) for a in n.args):
+        if n.op is add and all((a.op is pad_op or a in found) and _only_read_by(p, a, n) for a in n.args):
             found.add(n)
     return found
 
@@ -163,12 +168,12 @@ def _buckets(p: Program) -> Iterator[Peephole]:
     """An all_reduce of flat tensors laid end to end, and the pieces of its result: the tensors themselves, each summed."""
     for n in p.find_all("all_reduce"):
         joined = n.args[0]
-        flat = len(n.args) == 1 and joined.op.name == "concat" and joined.ndim == 1 and _only_read_by(p, joined, n)
+        flat = len(n.args) == 1 and joined.op is concat_op and joined.ndim == 1 and _only_read_by(p, joined, n)
         ends = {end: k for k, end in reversed([*enumerate(accumulate(a.shape[0] for a in joined.args))])} if flat else {}
         pieces = [_taken_piece(p, u, joined, ends) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
         if None in pieces or p.outputs_of(n):
             continue
-        whole = [a.args[0] if a.op.name == "reshape" and _only_read_by(p, a, joined) else a for a in joined.args]
+        whole = [a.args[0] if a.op is reshape_op and _only_read_by(p, a, joined) else a for a in joined.args]
         inside = tuple(a for a, x in zip(joined.args, whole, strict=True) if a is not x)
         reader = [joined if x is a else a for a, x in zip(joined.args, whole, strict=True)]
         own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, reader, strict=True)]
@@ -188,13 +193,13 @@ def _buckets(p: Program) -> Iterator[Peephole]:
 
 def _taken_piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> tuple[tuple[Node, ...], int, tuple[int, ...]] | None:
     """Which of the joined tensors, by where they end, a reader takes out again, and in which shape; None if it takes anything else."""
-    if u.op.name != "narrow" or u.attr("step") != 1 or p.outputs_of(u):
+    if u.op is not narrow_op or u.attr("step") != 1 or p.outputs_of(u):
         return None
     k = ends.get(u.attr("stop"), -1)
     if k < 0 or u.attr("start") != u.attr("stop") - joined.args[k].shape[0]:
         return None
     users = p.users[u]
-    if len(users) == 1 and users[0].op.name == "reshape":
+    if len(users) == 1 and users[0].op is reshape_op:
         return (u, users[0]), k, tuple(users[0].shape)
     return (u,), k, tuple(u.shape)
 
@@ -205,9 +210,9 @@ def _taken_piece(p: Program, u: Node, joined: Node, ends: Mapping[int, int]) -> 
 def _convolutions(p: Program) -> Iterator[Peephole]:
     """Where one needs the other they are no pair: a transposed convolution is an input gradient itself, forward."""
     how = ("stride", "padding", "dilation")
-    by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op.name == "conv2d_input_grad"}
+    by_input = {(n.args[0], *map(n.attr, how)): n for n in p.nodes if n.op is conv2d_input_grad}
     for n in p.nodes:
-        other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op.name == "conv2d_weight_grad" else None
+        other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op is conv2d_weight_grad else None
         if other is not None and _same_local_shape(other, n.args[0]) and _same_local_shape(n, other.args[1]) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
             settled = ", ".join(settings((k, n.attr(k)) for k in how))

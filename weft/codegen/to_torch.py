@@ -21,6 +21,9 @@ from weft.codegen.text import python, settings
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
+from weft.ops.comm import slice_
+from weft.ops.host import from_host
+from weft.ops.pointwise import where
 from weft.ops.registry import Kind, Local
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
@@ -58,7 +61,7 @@ class _Writer:
         self.statistics = {n: f"{self.var[n]}_statistics" for n in self.kept}
         self.backward_of: dict[Node, str] = {}  # a norm's backward, and where the statistics are once the norm has run
         self.rooms = _rooms(rp) if chunked is None and device == "cpu" else {}
-        self.fetches = any(n.op.name == "from_host" for n in rp.program.nodes)
+        self.fetches = any(n.op is from_host for n in rp.program.nodes)
         self.elsewhere: dict[str, str] = {}  # a line that writes into peer memory, and the same without
 
     def write(self) -> Code:
@@ -174,7 +177,7 @@ class _Writer:
         if n.op.name in INFIX:
             left, right = (python(a.attr("value")) if _is_scalar_operand(n, a) else self.value(a) for a in n.args)
             return f"{f'({left})' if left.startswith('-') else left} {INFIX[n.op.name]} {right}"
-        if n.op.name == "where" and sum(a in self.var for a in n.args) == 2:
+        if n.op is where and sum(a in self.var for a in n.args) == 2:
             return f"torch.where({', '.join(map(self.value, n.args))})"
         args = [self.tensor(a) for a in n.args]
         plain = matmul_text(n, args, self.at)
@@ -267,7 +270,7 @@ class _Writer:
 
     def one(self, n: Node, arg: Node, want: Layout) -> str:
         x, axis, have = self.tensor(arg), n.attr("axis"), arg.type.layout
-        if n.op.name == "slice":
+        if n.op is slice_:
             return self.local_slice(x, local_shape_of(want, axis, self.at), want)
         if not is_wire(n):
             return x

@@ -15,7 +15,7 @@ from weft.codegen.peephole import Peephole
 from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.optimizers import held
+from weft.ops.optimizers import adam, held
 from weft.ops.registry import Kind
 from weft.ops.rowwise import stays
 from weft.rewrite.updates import better_by_rows, reads_alone
@@ -54,7 +54,7 @@ def _joint_adam(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Pe
 
 
 def _is_fused_adam(n: Node) -> bool:
-    return n.op.name == "adam" and len(n.args) == 6 and n.attr("sign") == 1 and {a.dtype for a in n.args[:4]} in FUSED
+    return n.op is adam and len(n.args) == 6 and n.attr("sign") == 1 and {a.dtype for a in n.args[:4]} in FUSED
 
 
 def _awaited(n: Node) -> Node | None:

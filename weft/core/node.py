@@ -105,6 +105,7 @@ class Op:
     linear: Linear | tuple[frozenset[int], ...] = Linear.NONE
     monotone: Any = ()  # operand sets through which a partial max or min passes
     local: Function = None  # what a rank does where it must know which slice it holds
+    by_dim: bool = False  # of a local form of samples: whether the place of the slice matters to it along `dim` alone
     vjp: Function = None  # cotangents of the operands, in weft ops
     written: Function = None  # it in other ops, by which it is differentiated where it has no vjp
     across: Function = None  # it in other ops, collectives among them, where a dim that it keeps in one piece is sharded

@@ -184,14 +184,14 @@ _conv2d: Op = define(
     run=_conv,
     linear=Linear.EACH,
     vjp=lambda n, ct: (
-        _conv2d_input_grad(ct, n.args[1], size=_size(n.args[0]), **_how(n)),
-        _conv2d_weight_grad(n.args[0], ct, kernel=_size(n.args[1]), **_how(n)),
+        conv2d_input_grad(ct, n.args[1], size=_size(n.args[0]), **_how(n)),
+        conv2d_weight_grad(n.args[0], ct, kernel=_size(n.args[1]), **_how(n)),
     ),
     field=_conv_field,
     flops=lambda n: _work(n.args[0], _size(n.args[1]), n),
 )
 
-_conv2d_input_grad: Op = define(
+conv2d_input_grad: Op = define(
     "conv2d_input_grad",
     kind=Kind.WHOLE,
     equation=_input_grad_equation,
@@ -199,20 +199,20 @@ _conv2d_input_grad: Op = define(
     linear=Linear.EACH,
     vjp=lambda n, ct: (
         _conv2d(ct, n.args[1], **_how(n)),
-        _conv2d_weight_grad(ct, n.args[0], kernel=_size(n.args[1]), **_how(n)),
+        conv2d_weight_grad(ct, n.args[0], kernel=_size(n.args[1]), **_how(n)),
     ),
     field=_input_grad_field,
     flops=lambda n: _work(n, _size(n.args[1]), n.args[0]),
 )
 
-_conv2d_weight_grad: Op = define(
+conv2d_weight_grad: Op = define(
     "conv2d_weight_grad",
     kind=Kind.WHOLE,
     equation=_weight_grad_equation,
     run=_weight_grad,
     linear=Linear.EACH,
     vjp=lambda n, ct: (
-        _conv2d_input_grad(n.args[1], ct, size=_size(n.args[0]), **_how(n)),
+        conv2d_input_grad(n.args[1], ct, size=_size(n.args[0]), **_how(n)),
         _conv2d(n.args[0], ct, **_how(n)),
     ),
     field=_weight_grad_field,

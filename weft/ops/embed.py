@@ -16,7 +16,7 @@ from weft.core.errors import NotDifferentiable, TypeMismatch
 from weft.core.layout import P
 from weft.core.node import Attrs, Node, Type, user_line
 from weft.ops.comm import all_reduce, is_comm
-from weft.ops.fill import indices, one_dim, stop_gradient, zeros_like
+from weft.ops.fill import arange_op, indices, one_dim, stop_gradient, zeros_like
 from weft.ops.pointwise import eq, where
 from weft.ops.registry import Equation, Kind, Linear, Local, Types, define, nbytes
 from weft.ops.shape import reshape
@@ -103,6 +103,7 @@ take_op = define(
     equation=_take_equation,
     run=_take_run,
     local=_take_local,
+    by_dim=True,
     dtype=_first,
     linear=Linear.FIRST,
     vjp=lambda n, ct: (put(ct, n.args[1], indices(n.args[0], n.attr("dim")), n.attr("dim")), None),
@@ -162,7 +163,7 @@ put_op = define(
 def _all_rows(n: Node) -> Node:
     """The index of a put, if its rows count from 0: only then do the rows of the result go by their index."""
     rows = before_comm(n.args[2])
-    if rows.op.name != "arange" or (rows.attr("start"), rows.attr("step")) != (0, 1):
+    if rows.op is not arange_op or (rows.attr("start"), rows.attr("step")) != (0, 1):
         needed = "rows made by indices(...)"
         raise NotDifferentiable(f"{n.op.name} has no gradient for rows of one's own", needed=needed, found=rows.op.name, where=user_line())
     return n.args[1]
@@ -214,6 +215,7 @@ _gather = define(
     equation=_gather_equation,
     run=lambda x, index, dim: torch.gather(x, dim, index.long()),
     local=_gather_local,
+    by_dim=True,
     dtype=_first,
     linear=Linear.FIRST,
     vjp=lambda n, ct: (scatter_sum(ct, n.args[1], indices(n.args[0], n.attr("dim")), n.attr("dim")), None),
@@ -312,6 +314,7 @@ _scatter = define(
     equation=_scatter_equation,
     run=lambda x, index, src, dim: torch.scatter(x, dim, index.long(), src),
     local=_scatter_local,
+    by_dim=True,
     dtype=_scatter_dtype,
     linear=(frozenset({0, 2}),),
     vjp=lambda n, ct: (scatter(ct, n.args[1], zeros_like(n.args[2]), n.attr("dim")), None, gather(ct, n.args[1], n.attr("dim"))),

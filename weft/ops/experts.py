@@ -123,6 +123,7 @@ experts = define(
     equation=_equation,
     run=_run,
     local=_local,
+    by_dim=True,
     dtype=lambda types, attrs: types[0].dtype,
     linear=(frozenset({2}), frozenset({4})),
     vjp=_vjp,

@@ -123,6 +123,7 @@ def _reads_slots(name: str, equation: Any, run: Any, vjp: Any) -> Any:
         equation=equation,
         run=run,
         local=lambda ctx, y, slots, *more: run(y, _local_slots(ctx, slots), *more),
+        by_dim=True,
         dtype=lambda types, attrs: types[0].dtype,
         linear=EACH_BUT_SLOTS,
         vjp=vjp,

@@ -20,9 +20,10 @@ from weft.core.node import Attrs, Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
 from weft.core.text import parse
 from weft.ops import pointwise as w
-from weft.ops.fill import full
+from weft.ops.fill import full, full_op
 from weft.ops.norm import to_dtype
 from weft.ops.registry import Equation, Kind, Types, define
+from weft.ops.shape import expand_op
 from weft.ops.source import input_node
 
 Values = tuple[Any, ...]
@@ -209,9 +210,9 @@ def body_of(inputs: Mapping[str, Node], outputs: Mapping[str, Node], states: Seq
             continue
         if n.shape != param.shape:
             return None
-        if n.op.name == "full":
+        if n.op is full_op:
             made[n] = constant(n.attr("value"), n.dtype, n.mesh) if not isinstance(n.attr("value"), str) else full((), n.attr("value"), n.mesh, n.dtype)
-        elif n.op.name == "expand" and n.args[0].shape == ():
+        elif n.op is expand_op and n.args[0].shape == ():
             made[n] = _number(n.args[0], numbers, len(big))
         elif n.op.kind is not Kind.POINTWISE:
             return None

@@ -67,6 +67,7 @@ _rotary = define(
     equation=_equation,
     run=_run,
     local=_local,
+    by_dim=True,
     dtype=lambda types, attrs: types[0].dtype,
     linear=Linear.FIRST,
     vjp=_vjp,

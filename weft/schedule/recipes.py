@@ -183,8 +183,8 @@ def fuse_compute(p: Program) -> Program:
 
 def _update_nodes(p: Program, terms: set[Node], last: str) -> list[Node]:
     """What the next values of state are computed by from the sums, from state or from both, without the gathers."""
-    next_values = [p.output_names[out] for out, _ in p.state]
-    found = [n for end in next_values if not is_scalar(end) and not any(n.op.name == last for n in p.needs(end)) for n in p.needs(end)]
+    next_values, after = [p.output_names[out] for out, _ in p.state], set(p.find_all(last))
+    found = [n for end in next_values if not is_scalar(end) and not after & p.needs(end) for n in p.needs(end)]
     return [n for n in dict.fromkeys(found) if n not in terms and n.args and not is_scalar(n) and n.op.kind in FUSIBLE]
 
 

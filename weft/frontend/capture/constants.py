@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.core.node import Node, derived, toposort, user_line
 from weft.frontend.capture.batch_numbers import BatchNumber, SharedLayerNumber
 from weft.frontend.capture.recorder import Recorder, substituted
-from weft.ops.pointwise import cast
+from weft.ops.pointwise import cast, ge, gt, le, lt
 from weft.ops.random import uniform
 from weft.ops.shape import expand_op, reshape_op
 
@@ -117,9 +117,9 @@ def number_from_batch(r: Recorder, node: Node, state: bool = False) -> bool | in
 
 def _draw_against_bound(r: Recorder, node: Node) -> bool | None:
     """u < p and the like for a uniform u: certain where p is not inside (0, 1)."""
-    if node.op.name not in _FLIPPED:
+    if node.op not in _FLIPPED:
         return None
-    (left, right), op = (_bare(a) for a in node.args), node.op.name
+    (left, right), op = (_bare(a) for a in node.args), node.op
     if right.op is uniform:
         left, right, op = right, left, _FLIPPED[op]
     bound = value(r, right)
@@ -127,12 +127,12 @@ def _draw_against_bound(r: Recorder, node: Node) -> bool | None:
         return None
     with unheard():
         p = float(bound)
-    never, always = (p <= 0, p > 1) if op in ("lt", "ge") else (p < 0, p >= 1)  # rounded, a draw may be 1
+    never, always = (p <= 0, p > 1) if op in (lt, ge) else (p < 0, p >= 1)  # rounded, a draw may be 1
     less = False if never else True if always else None
-    return less if less is None or op in ("lt", "le") else not less
+    return less if less is None or op in (lt, le) else not less
 
 
-_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+_FLIPPED = {lt: gt, gt: lt, le: ge, ge: le}
 
 
 def _bare(node: Node) -> Node:

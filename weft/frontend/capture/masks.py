@@ -18,7 +18,7 @@ from weft.frontend.capture.constants import counting, fixed, through, unheard, v
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import full_op
-from weft.ops.pointwise import add, cast, logical_and, mul, where
+from weft.ops.pointwise import add, cast, ge, gt, le, logical_and, lt, mul, where
 from weft.ops.shape import expand_op, reshape, reshape_op
 from weft.ops.source import const
 
@@ -181,20 +181,20 @@ def _band_of(seen: Tensor) -> tuple[float, float] | None:
 
 def _compared(r: Recorder, part: Node) -> tuple[float, float] | None:
     """The same of i + a <= j + b and its like, whose table may be too large to be written out."""
-    if part.op.name not in _SENSE:
+    if part.op not in _SENSE:
         return None
     sides = [_counted(r, _four(a)) for a in part.args]
     if None in sides or {s[0] for s in sides if s} != {"i", "j"}:
         return None
     (first, a), (_, b) = sides  # type: ignore[misc]
-    sense, strict = _SENSE[part.op.name]
+    sense, strict = _SENSE[part.op]
     least = (b - a) if first == "i" else (a - b)  # i - j against this number
     if (sense == ">") == (first == "i"):
         return least + strict, math.inf
     return -math.inf, least - strict
 
 
-_SENSE = {"lt": ("<", 1), "le": ("<", 0), "gt": (">", 1), "ge": (">", 0)}
+_SENSE = {lt: ("<", 1), le: ("<", 0), gt: (">", 1), ge: (">", 0)}
 
 
 def _counted(r: Recorder, side: Node) -> tuple[str, int] | None:

@@ -36,7 +36,6 @@ from weft.ops.source import input_held, input_node
 
 AXIS = "micro"
 FIRST, PART = "first.", "part"  # inputs of a micro-batch: what was computed first, and which of the micro-batches it is
-BY_SAMPLE = ("take", "gather", "scatter", "rotary", "combine", "slot_dots", "experts")  # what a slice's place matters to along `dim` alone
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,7 @@ class _Derivation:
         labels = {eq.label(k, p.dim) for k, p in enumerate(places) if isinstance(p, S)} if eq is not None else set[str]()
         if n.op is attention_op and labels <= {"b", "g", "r"} and (labels == {"b"} or not n.attr("p")):
             return ([*nodes, self._part], {**attrs, "of": self._of(args[0])}) if n.attr("p") else (nodes, attrs)
-        if eq is None or n.op.name not in BY_SAMPLE or not all(labels <= set(out) for out in eq.outs):
+        if eq is None or not n.op.by_dim or not all(labels <= set(out) for out in eq.outs):
             raise _ByPlace
         if "dim" in attrs and eq.ins[0][attrs["dim"]] in labels:
             raise _ByPlace

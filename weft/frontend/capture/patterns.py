@@ -6,9 +6,9 @@ precision an RMS norm is rounded once instead of twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from weft.core.node import Node
+from weft.core.node import Node, Op
 from weft.frontend.capture.experts import apply
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.embed import take_op
@@ -18,6 +18,7 @@ from weft.ops.norm import rms_norm
 from weft.ops.pointwise import add, cast, mul, neg, rsqrt
 from weft.ops.pointwise import square as square_op
 from weft.ops.reduce import sum_
+from weft.ops.registry import Kind
 from weft.ops.rotary import rope
 from weft.ops.shape import concat_op, narrow_op, permute, reshape_op
 
@@ -31,9 +32,9 @@ def improved(r: Recorder, node: Node) -> Node:
     return _rms_norm(node) or node if node.op is mul else node
 
 
-def _either(node: Node, op: str) -> Iterator[tuple[Node, Node]]:
+def _either(node: Node, op: Op) -> Iterator[tuple[Node, Node]]:
     """Both orders of a binary node of that op."""
-    if node.op.name == op:
+    if node.op is op:
         yield node.args[0], node.args[1]
         yield node.args[1], node.args[0]
 
@@ -42,10 +43,10 @@ def _either(node: Node, op: str) -> Iterator[tuple[Node, Node]]:
 
 
 def _rope(r: Recorder, node: Node) -> Node | None:
-    for straight, crossed in _either(node, "add"):
-        for swapped, sin in _either(crossed, "mul"):
+    for straight, crossed in _either(node, add):
+        for swapped, sin in _either(crossed, mul):
             x = _swapped_halves(swapped)
-            for same, cos in _either(straight, "mul") if x is not None else ():
+            for same, cos in _either(straight, mul) if x is not None else ():
                 if same is x and not r.moves(cos) and not r.moves(sin) and cos.shape == sin.shape and x.shape == node.shape:
                     return rope(x, cos, sin)
     return None
@@ -84,7 +85,7 @@ def _half(node: Node) -> tuple[Node | None, int]:
 
 
 def _rms_norm(node: Node) -> Node | None:
-    for scaled, weight in _either(node, "mul"):
+    for scaled, weight in _either(node, mul):
         found = _unweighted(_uncast(scaled)) if weight.ndim == 1 and weight.shape == scaled.shape[-1:] else None
         if found is not None and found[0].dtype == weight.dtype == node.dtype:
             return rms_norm(found[0], weight, found[1])
@@ -93,9 +94,9 @@ def _rms_norm(node: Node) -> Node | None:
 
 def _unweighted(node: Node) -> tuple[Node, float] | None:
     """(x, eps), where the node is x * rsqrt(mean(x^2) + eps) over the last dim."""
-    for x, root in _either(node, "mul"):
+    for x, root in _either(node, mul):
         if root.op is rsqrt:
-            for square, eps in _either(root.args[0], "add"):
+            for square, eps in _either(root.args[0], add):
                 if eps.op.is_number and _mean_square(square) is x:
                     inside = _uncast(x)
                     return (inside, float(eps.attr("value"))) if inside.dtype.itemsize <= x.dtype.itemsize else None
@@ -104,7 +105,7 @@ def _unweighted(node: Node) -> tuple[Node, float] | None:
 
 def _mean_square(node: Node) -> Node | None:
     """x, where the node is the mean of x^2 over the last dim, that dim kept."""
-    for total, share in _either(node, "mul"):
+    for total, share in _either(node, mul):
         if share.op.is_number and total.op is sum_ and total.attr("keepdim"):
             square = total.args[0]
             whole = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
@@ -164,12 +165,15 @@ def _of_picks(node: Node, picks: Node) -> tuple[Node, Node] | None:
     return None
 
 
+def _is_of(y: Node, act: Callable[[Node], Node]) -> bool:
+    return y.op.kind is Kind.POINTWISE and len(y.args) == 1 and y.args[0].dtype.is_floating_point and act(y.args[0]) is y
+
+
 def _activated(y: Node) -> Iterator[tuple[Node, Node | None, str]]:
     """(up, gate, activation) of act(gate) * up, (up, None, activation) of act(up)."""
     for name, (_, make) in ACTIVATIONS.items():
-        kind = name.removesuffix("_tanh")
-        if y.op.name == kind and make(y.args[0]) is y:
+        if _is_of(y, make):
             yield y.args[0], None, name
-        for gate, up in _either(y, "mul"):
-            if gate.op.name == kind and make(gate.args[0]) is gate:
+        for gate, up in _either(y, mul):
+            if _is_of(gate, make):
                 yield up, gate.args[0], name
