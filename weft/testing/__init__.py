@@ -1,1 +1,1 @@
-"""What tests and the fuzzer stand on: layouts by enumeration, random programs, meanings compared."""
+"""What tests of ops and of verbs stand on: every layout of a shape, inputs by name, two programs compared."""
