@@ -13,7 +13,8 @@ import weft
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
-from weft.core.errors import PlanError
+from weft.core.errors import CaptureError, PlanError
+from weft.plan.spec import Spec
 
 STEPS = 4
 
@@ -155,6 +156,30 @@ def test_an_unknown_word_in_a_plan_is_refused() -> None:
     w = workload("mlp")
     with pytest.raises(PlanError, match="no plan 'dp2,xx3'"):
         parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2,xx3")
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"), [("fsdp2", "dp2,zero3"), ("dp2,zerro1", "zero1"), ("dp2,recomput", "recompute"), ("dpp4", "dp4"), ("ddp", "dp2")]
+)
+def test_words_of_other_systems_and_misspelt_ones_are_answered_with_weft_s(words: str, instead: str) -> None:
+    with pytest.raises(PlanError, match="joined by commas") as e:
+        Spec.parse(words)
+    assert instead in e.value.repairs
+
+
+def test_processes_that_never_met_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = workload("mlp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=r"(?s)needs a process group.*init_process_group\(\) before.*2 processes"):
+        parallelize(w.model, w.loss, torch.optim.AdamW(w.model.parameters()), w.example(8), plan="dp2")
+
+
+def test_an_optimizer_is_needed_and_is_this_model_s() -> None:
+    w = workload("mlp")
+    with pytest.raises(CaptureError, match=r"(?s)needs an optimizer.*weft\.shard.*weft\.compile"):
+        parallelize(w.model, w.loss, None, w.example(8), plan="dp1")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"(?s)updates no parameter of this model.*SGD over 2 other tensors"):
+        parallelize(w.model, w.loss, torch.optim.SGD(torch.nn.Linear(2, 2).parameters()), w.example(8), plan="dp1")
 
 
 def test_a_number_learnt_from_gradients_that_are_summed(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_any_model_that_is_watched_fits_or_not() -> None:
 
 
 def test_refusals(config: str, tmp_path: Path) -> None:
-    assert "no profile named 'Z90'" in call(config, "--gpu", "Z90")[1]["error"] and "H100" in call(config, "--gpu", "Z90")[1]["error"]
+    assert "no device named 'Z90'" in call(config, "--gpu", "Z90")[1]["error"] and "H100" in call(config, "--gpu", "Z90")[1]["error"]
     assert "no optimizer named 'magic'" in call(config, "--gpu", "H100", "--optimizer", "magic")[1]["error"]
     with pytest.raises(UnknownName, match="no config and no model named"):
         model_of("nothing-of-the-kind")

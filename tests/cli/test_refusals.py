@@ -35,6 +35,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "item.txt").write_text(f"{head}  %0 = item(%x, index=9)   f32[4] dp:R\n  return out=%0\n")
     (here / "syntax.py").write_text("def make(:\n    pass\n")
     (here / "raises.py").write_text("import torch\n\nraise ValueError('mine')\n")
+    (here / "make.py").write_text("def breaks():\n    return {}['model']\n\n\ndef one():\n    return 3\n\n\ndef two():\n    return 1, 'x'\n")
+    (here / "hub").mkdir()
+    (here / "hub" / "config.json").write_text("{}")
     (here / "false.txt").write_text("wrong: relu(x) == x for x[i]\n")
     (here / "locked").mkdir(mode=0o500)
     return here
@@ -50,8 +53,14 @@ CASES = {
     "calibrate --ranks=-1": "between '-1' processes", "calibrate --ranks 99999999999": "numbers of 2 to 1024", "calibrate --out /nope/x": "no folder /nope",
     "run --hosts 2 --meet-at x syntax.py": "hosts cannot meet at 'x'", "run --hosts 2 --meet-at x:99999999 syntax.py": "hosts cannot meet",
     "run --hosts 2 --host 2 syntax.py": "there is no host 2", "run --timeout -3 syntax.py": "cannot be waited for|no rank can be waited for -3",
-    "plan syntax.py:make --cluster 1x2xA100": r"SyntaxError: invalid syntax \(line 1\)",
-    "plan raises.py:make --cluster 1x2xA100": r"ValueError: mine \(line 3\)", "plan gpt2 --cluster 1x8xH100 --memory 0GB": "more than 0 bytes",
+    "plan syntax.py:make --cluster 1x2xA100": r"SyntaxError: invalid syntax \(syntax.py, line 1\)",
+    "plan raises.py:make --cluster 1x2xA100": r"ValueError: mine \(raises.py, line 3\)", "plan gpt2 --cluster 1x8xH100 --memory 0GB": "more than 0 bytes",
+    "plan make.py:breaks --cluster 1x2xA100":
+    r"make.py:breaks raised an error needed a function that returns \(model, loss, batch\).*KeyError: 'model' \(make.py, line 2\)",
+    "plan make.py:one --cluster 1x2xA100": "did not return .model, loss, batch.*found int", "plan make.py:two --cluster 1x2xA100": r"found \(int, str\)",
+    "plan hub --cluster 1x2xA100": "try hf:.*hub", "plan hf:Qwen/Qwen3 --cluster 1x2xA100": "hf download Qwen/Qwen3 config.json --local-dir Qwen3",
+    "plan gpt2 --cluster 1x8xh10": "no device named 'h10'.*try H100",
+    "plan gpt2 --cluster 1x8xH100 --export torchtitn": "no system named 'torchtitn'.*try torchtitan",
     "plan gpt2 --cluster 1x8xH100 --memory 1.2.3GB": "more than 0 bytes", "plan gpt2 --cluster 1x8xH100 --out /nope/x": "no folder /nope",
     "simulate gpt2 --cluster 1x8xH100 --pp 99999999999": "pp of at most 4,096", "simulate gpt2 --cluster 1x8xH100 --dp 99999999999": "dp of at most",
     "simulate gpt2 --cluster 1x8xH100 --micro-batch 99999999999999999999": "micro batch of at most",

@@ -92,9 +92,9 @@ def test_what_cannot_be_read(text: str, says: str) -> None:
 
 
 def test_an_unknown_kind_offers_near_ones() -> None:
-    with pytest.raises(UnknownName, match="no profile named 'H1000'") as caught:
+    with pytest.raises(UnknownName, match="no device named 'H1000'") as caught:
         cluster("8x8xH1000")
-    assert "h100" in str(caught.value)
+    assert "H100" in caught.value.repairs
 
 
 def test_a_group_without_kind(tmp_path: Path) -> None:

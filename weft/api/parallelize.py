@@ -6,6 +6,7 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.micro import batch_dims_of
-from weft.frontend.capture.model import require_torchs, uncompiled
+from weft.frontend.capture.model import require_optimizer, require_torchs, uncompiled
 from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
 from weft.passes import Draft
@@ -75,6 +76,7 @@ def parallelize(
     A model on the meta device gets its values from `weights`, or from its own initialisation under `seed`; each rank keeps its shards only.
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
     """
+    require_optimizer(optimizer)
     require_torchs(model, optimizer)
     model = uncompiled(model)
     asked = Options.of(options, settings)
@@ -284,9 +286,17 @@ def _for_these(named: Spec, **choices: Any) -> Spec:
 def _require_ranks(named: Spec) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if named.mesh.ranks != world:
+        n, launched = named.mesh.ranks, int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not dist.is_initialized():
+            raise PlanError(
+                f"plan '{named}' needs a process group",
+                needed="torch.distributed.init_process_group() before weft.parallelize",
+                found=f"{launched} processes that know nothing of each other",
+                try_="torch.distributed.init_process_group()",
+            )
         raise PlanError(
-            f"plan '{named}' is for {named.mesh.ranks} processes",
-            needed=f"{world} processes' worth of degrees",
+            f"plan '{named}' is for {n} process{'' if n == 1 else 'es'}",
+            needed=f"degrees of dp, cp, ep, tp and pp that multiply to the number of processes, which is {world}",
             found=str(named),
-            try_=f"weft run -n {named.mesh.ranks} SCRIPT",
+            try_=f"weft run -n {n} SCRIPT" if n > 1 else f'plan="{replace(named, dp=world)}"',
         )

@@ -82,13 +82,16 @@ def _show(name: str, model: Model, answer: Answer, place: str) -> None:
     low, high = memory_spread().of(answer.memory.total / 1e9)
     length = f", sequences of {model.seq:,}" if model.seq else ""
     size = f"{model.params / 1e9:,.2f}B" if model.params >= 1e8 else f"{model.params / 1e6:,.1f}M"
-    results().print(f"[bold]{name}[/] on {place}: {size} parameters{length}", highlight=False)
+    only = f", of which only LoRA adapters of rank {model.how.lora} are trained" if model.how.lora else ""
+    results().print(f"[bold]{name}[/] on {place}: {size} parameters{only}{length}", highlight=False)
     said = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
     needs = f"{answer.memory.total / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.has / 1e9:.1f} GB"
     results().print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
-    results().print(", ".join(f"{k} {v / 1e9:.1f}" for k, v in _bytes(answer).items()) + " GB", highlight=False)
+    parts = _bytes(answer)
+    unit, scale = ("GB", 1e9) if max(v for k, v in parts.items() if k != "workspace") >= 1e8 else ("MB", 1e6)
+    results().print(", ".join(f"{k} {v / scale:,.1f}" for k, v in parts.items()) + f" {unit}", highlight=False)
     if answer.fits:
-        results().print(f"largest batch at a time: {many(answer.largest, 'sample')} over all devices", highlight=False)
+        results().print(f"largest batch without micro-batches: {many(answer.largest, 'sample')} over all devices", highlight=False)
     elif not answer.changes:
         results().print("no single change that fits was found, up to 64 times the devices", highlight=False)
     for change in answer.changes:

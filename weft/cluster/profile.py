@@ -109,9 +109,10 @@ def load(name: str) -> Profile:
     """The profile of a name or alias, or of a `.json` file."""
     path = Path(name) if name.endswith(".json") else _index().get(name.lower())
     if path is None:
-        near = get_close_matches(name.lower(), _index(), n=3, cutoff=0.4)
+        cased = {n.lower(): n for n in names()}
+        near = [cased[n] for n in get_close_matches(name.lower(), cased, n=3, cutoff=0.4)]
         raise UnknownName(
-            f"no profile named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json"
+            f"no device named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json"
         )
     return parse(_read(path), str(path))
 

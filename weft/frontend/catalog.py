@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,17 +116,21 @@ def entry(name: str) -> Entry:
     if name not in _entries:
         import_module(ZOO)
     if name not in _entries:
-        near = [f"{name}:make, if make is what returns (model, loss, batch)"] if name.endswith(".py") else _similar_names(name)
         raise UnknownName(
             f"no model named {name!r} in the zoo",
-            needed="a zoo name, a path `module.py:function`, or `hf:` and a Hugging Face config directory",
+            needed="a zoo name, FILE.py:FUNCTION that returns (model, loss, batch), or hf:FOLDER with a Hugging Face config.json",
             found=repr(name),
-            try_=near,
+            try_=_instead(name),
         )
     return _entries[name]
 
 
-def _similar_names(name: str) -> list[str]:
+def _instead(name: str) -> list[str]:
+    """What somebody who wrote this may have meant."""
+    if name.endswith(".py"):
+        return [f"{name}:make, if make is what returns (model, loss, batch)"]
+    if (Path(name) / "config.json").is_file():
+        return [f"hf:{name}"]
     return get_close_matches(name, _entries, n=4, cutoff=0.5) or [", ".join(names())]
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 
-from weft.core.errors import CaptureError, UnknownName
+from weft.core.errors import CaptureError, UnknownName, WeftError
+from weft.frontend.capture.step import named_batch
 from weft.frontend.catalog import Batch, Field, Workload, get, ids, reals
 
 
@@ -92,39 +94,57 @@ def _called(path: Path, name: str, device: str | torch.device, dtype: torch.dtyp
             try_=f"def {name}(): return model, loss, batch",
         )  # fmt: skip
     kept = torch.get_default_dtype()
+    needed = "a function that returns (model, loss, batch): a torch.nn.Module, a function loss(model, batch), an example batch"
     try:
         torch.set_default_dtype(dtype or kept)
         with torch.device(device):
             made = make(**settings)
+    except WeftError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{path}:{name} raised an error", needed=needed, found=_describe_user_error(error, path)) from error
     finally:
         torch.set_default_dtype(kept)
     if isinstance(made, Workload):
         return made
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise CaptureError(
-            f"{path}:{name} did not return a model",
-            needed="(model, loss, batch): a torch.nn.Module, a function loss(model, batch), a dict of tensors",
-            found=type(made).__name__,
-        )
+        raise CaptureError(f"{path}:{name} did not return (model, loss, batch)", needed=needed, found=_kind(made))
     model, loss, batch = made
-    return Workload(f"{path.stem}:{name}", settings, model, loss, *batch_fields(batch, f"{path}:{name}"))
+    return Workload(f"{path.stem}:{name}", settings, model, *named_example(loss, batch, f"{path}:{name}"))
 
 
-def batch_fields(batch: Any, where: str) -> tuple[Callable[[int], dict[str, Field]], int]:
+def _kind(made: Any) -> str:
+    """What a function returned, by type; of a tuple each part's."""
+    return f"({', '.join(type(x).__name__ for x in made)})" if isinstance(made, tuple) else type(made).__name__
+
+
+def named_example(
+    loss: Callable[[Any, Any], Tensor], batch: Any, where: str
+) -> tuple[Callable[[nn.Module, Batch], Tensor], Callable[[int], dict[str, Field]], int]:
+    """A loss over the named tensors of an example batch of any structure, the fields of batches like it, and how many samples it has."""
+    leaves, spec = tree.tree_flatten(batch)
+    names = {id(x): name.removeprefix("batch.") for name, x in named_batch(batch).items()}  # as a step that is captured has them
+    given = {names.get(id(x), f"part{i}"): x for i, x in enumerate(leaves)}
+    others = {k: x for k, x in given.items() if not isinstance(x, Tensor)}
+
+    def own_loss(m: nn.Module, b: Mapping[str, Tensor]) -> Tensor:
+        return loss(m, tree.tree_unflatten([{**others, **b}[k] for k in given], spec))
+
+    return own_loss, *batch_fields({k: x for k, x in given.items() if isinstance(x, Tensor)}, where)
+
+
+def batch_fields(batch: Mapping[str, Tensor], where: str) -> tuple[Callable[[int], dict[str, Field]], int]:
     """Fields of batches like an example, and how many samples it has."""
     size = _samples(batch, where)
     return _fields_like(batch, size), size
 
 
-def _samples(batch: Any, where: str) -> int:
+def _samples(batch: Mapping[str, Tensor], where: str) -> int:
     """How many samples an example batch has: the first dim of its first tensor that has any."""
-    needed = 'a dict of tensors with samples first, such as {"x": torch.randn(32, 64)}'
-    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
-        found = type(batch).__name__ if not isinstance(batch, Mapping) else ", ".join(f"{k}: {type(x).__name__}" for k, x in batch.items())
-        raise CaptureError(f"the batch of {where} cannot be read", needed=needed, found=found)
     sizes = [len(x) for x in batch.values() if x.ndim]
     if not sizes:
-        raise CaptureError(f"the batch of {where} has no samples", needed=needed, found=", ".join(batch) or "an empty dict")
+        needed = 'a tensor with samples first, or several in a dict, such as {"x": torch.randn(32, 64)}'
+        raise CaptureError(f"the batch of {where} has no samples", needed=needed, found=", ".join(batch) or "no tensor")
     return sizes[0]
 
 
@@ -148,8 +168,8 @@ def _describe_user_error(error: Exception, path: Path) -> str:
     """What a user's file raised, and on which of its lines."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}" + (f" ({path.name}, line {line})" if line else "")
 
 
 def _fields_like(batch: Mapping[str, Tensor], size: int):
@@ -186,8 +206,9 @@ def _config_at(path: str) -> Any:
     transformers = _transformers()
     place = Path(path)
     if not place.exists():
-        raise UnknownName(f"no Hugging Face config at {path!r}", needed="a directory with config.json, or that file",
-                          found=path, try_="download it first: weft reads local files only")  # fmt: skip
+        name = path.rstrip("/").rpartition("/")[2]
+        raise UnknownName(f"no Hugging Face config at {path!r}", needed="a folder with a config.json, or that file: weft reads local files only",
+                          found=f"no file or folder {path!r}", try_=f"hf download {path} config.json --local-dir {name}" if "/" in path else ())  # fmt: skip
     try:
         return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent, trust_remote_code=False)
     except (OSError, ValueError) as error:

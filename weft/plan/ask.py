@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as tree
 
 from weft.cluster.here import here
 from weft.core.errors import PlanError
-from weft.frontend.capture.step import named_batch
 from weft.frontend.catalog import Workload
-from weft.frontend.source import at_hand, batch_fields, hugging_face
+from weft.frontend.source import at_hand, hugging_face, named_example
 from weft.plan.plan import Bound, Plan
 from weft.plan.planner import Infeasible, Request, Say, make_plan
 from weft.plan.space import Limits, bytes_of
@@ -126,15 +124,7 @@ def _known(model: Any, loss: Loss | None, optimizer: Any, batch: Any, seq: int) 
         return at_hand(kind, lambda **how: hugging_face(_like(model, how), **how, seq=seq or None)), _samples(batch), None
     if loss is None or isinstance(batch, int):
         raise PlanError(f"{type(model).__name__} cannot be planned", needed="loss=, a function loss(model, batch), and batch=, such a batch", found="none")
-    leaves, spec = tree.tree_flatten(batch)
-    names = {id(x): name.removeprefix("batch.") for name, x in named_batch(batch).items()}  # as a step that is captured has them
-    given = {names.get(id(x), f"part{i}"): x for i, x in enumerate(leaves)}
-    fields, size = batch_fields({k: x for k, x in given.items() if isinstance(x, Tensor)}, kind)
-    others = {k: x for k, x in given.items() if not isinstance(x, Tensor)}
-
-    def own_loss(m: nn.Module, b: Mapping[str, Tensor]) -> Tensor:
-        return loss(m, tree.tree_unflatten([{**others, **b}[k] for k in given], spec))
-
+    own_loss, fields, size = named_example(loss, batch, kind)
     return (
         at_hand(kind, lambda **how: Workload(kind, {}, _like(model, how), own_loss, fields, size)),
         size,

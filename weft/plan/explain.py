@@ -51,7 +51,13 @@ class Reason:
 
     def __str__(self) -> str:
         name, value = self.decision.replace("_", " "), {"True": "yes", "False": "no"}.get(self.value, self.value)
-        return f"{name} {value}: next best {self.other}\n    {self.ms:+,.1f} ms, {self.gb:+,.1f} GB ({self.why}); {self.flips}"
+        return f"{name} {value}: next best {self.other}\n    {signed(self.ms)} ms, {signed(self.gb)} GB ({self.why}); {self.flips}"
+
+
+def signed(x: float) -> str:
+    """A difference with its sign, to a tenth, or a hundredth where it is small; what rounds to nothing has none."""
+    digits = 1 if abs(x) >= 1 else 2
+    return f"{x:+,.{digits}f}" if abs(x) >= 0.5 * 10**-digits else "0"
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,8 @@ def _why(search: Search, chosen: Found, found: Found) -> str:
     """What the busiest stage does longer, with the same number of samples."""
     a, b = (_causes(search, f) for f in (chosen, found))
     grown = sorted(((b.get(k, 0.0) - a.get(k, 0.0), k) for k in {**a, **b}), reverse=True)
-    top = [f"{k} +{d * 1e3:,.1f} ms" for d, k in grown[:2] if d > 1e-5]
-    less = [f"{k} {d * 1e3:,.1f} ms" for d, k in grown[::-1][:1] if d < -1e-5]
+    top = [f"{k} {signed(d * 1e3)} ms" for d, k in grown[:2] if d > 1e-5]
+    less = [f"{k} {signed(d * 1e3)} ms" for d, k in grown[::-1][:1] if d < -1e-5]
     return ", ".join(top + less) or "no difference in time"
 
 

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from weft.core.errors import PlanError, WeftError
@@ -48,7 +49,7 @@ def export(plan: Plan, form: str) -> str:
 
 def known_form(form: str) -> None:
     if form not in FORMS:
-        raise PlanError(f"no form {form!r}", needed=" or ".join(FORMS), found=form)
+        raise PlanError(f"no system named {form!r}", needed=" or ".join(FORMS), found=form, try_=get_close_matches(form, FORMS, n=2))
 
 
 def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
@@ -309,7 +310,7 @@ def _huggingface(plan: Plan, comments: Sequence[str]) -> str:
     config = f"parallelism_config = ParallelismConfig({sizes})\n" if _sharded(s) else ""
     own = "".join(f"    {k}={v!r},\n" for k, v in words.items()) + "    parallelism_config=parallelism_config,\n" * _sharded(s)
     return (
-        _hashes(comments) + "from accelerate.parallelism_config import ParallelismConfig\nfrom transformers import TrainingArguments\n\n"
+        _hashes(comments) + "from accelerate.parallelism_config import ParallelismConfig\n" * _sharded(s) + "from transformers import TrainingArguments\n\n"
         + config + f"args = TrainingArguments(\n    output_dir=\"out\",\n{own})\n"
     )  # fmt: skip
 
@@ -368,8 +369,8 @@ PARTS = ("self_attn", "mlp", "attention", "feed_forward", "attn")  # what reads 
 
 def mesh(device: str = "") -> DeviceMesh:
     device = device or (torch.accelerator.current_accelerator() or torch.device("cpu")).type
-    copies = (DP, 1) if REPLICATE else (1, DP)
-    return init_device_mesh(device, (*copies, TP), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    replicas = (DP, 1) if REPLICATE else (1, DP)
+    return init_device_mesh(device, (*replicas, TP), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -380,7 +381,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def tensor_plan(block: nn.Module) -> dict:
-    """Columns of the first products, rows of the second; between them tokens are cut if SEQUENCE_PARALLEL."""
+    """Column-wise for the first matmuls, row-wise for the second; between them the sequence is sharded if SEQUENCE_PARALLEL."""
     plan = {}
     for name, module in block.named_modules():
         last = name.rsplit(".", 1)[-1]
@@ -390,36 +391,36 @@ def tensor_plan(block: nn.Module) -> dict:
             plan[name] = RowwiseParallel(output_layouts=Shard(1)) if SEQUENCE_PARALLEL else RowwiseParallel()
         elif SEQUENCE_PARALLEL and last in NORMS:
             plan[name] = SequenceParallel()
-    if not any(isinstance(way, (ColwiseParallel, RowwiseParallel)) for way in plan.values()):
-        raise ValueError(f"no known product in {type(block).__name__}; add its names to COLUMNS and ROWS")
+    if not any(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in plan.values()):
+        raise ValueError(f"no known linear layer in {type(block).__name__}; add its names to COLUMNS and ROWS")
     return plan
 
 
-def bring_tokens_together(part: nn.Module, tp: DeviceMesh) -> None:
-    """Before a part that reads the whole sequence, whether its block hands the tokens over by place or by name."""
+def gather_sequence(part: nn.Module, tp: DeviceMesh) -> None:
+    """Gather the sequence before a module that reads all of it, whether its input is positional or a keyword."""
 
-    def whole(x):
-        cut = x if isinstance(x, DTensor) else DTensor.from_local(x, tp, (Shard(1),), run_check=False)
-        return cut.redistribute(placements=(Replicate(),))
+    def full(x):
+        sharded = x if isinstance(x, DTensor) else DTensor.from_local(x, tp, (Shard(1),), run_check=False)
+        return sharded.redistribute(placements=(Replicate(),))
 
     def hook(module, args, kwargs):
         if args:
-            return (whole(args[0]), *args[1:]), kwargs
+            return (full(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return args, {**kwargs, first: whole(kwargs[first])}
+        return args, {**kwargs, first: full(kwargs[first])}
 
     part.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def some_kept():
+def selective_checkpoint():
     """Keep attention and every second matmul, recompute the rest."""
-    seen = {"forward": 0, "again": 0}
+    seen = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
         if "attention" in str(op):
             return CheckpointPolicy.MUST_SAVE
         if op in (torch.ops.aten.mm.default, torch.ops.aten.linear.default):
-            run = "again" if ctx.is_recompute else "forward"
+            run = "recompute" if ctx.is_recompute else "forward"
             seen[run] += 1
             return CheckpointPolicy.MUST_SAVE if seen[run] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -428,7 +429,7 @@ def some_kept():
 
 
 def begin_micro_batch(model: nn.Module, last: bool) -> None:
-    """Call it before each of MICRO_BATCHES where KEEP_GATHERED: parameters and gradients stay whole until the last."""
+    """Call it before each of MICRO_BATCHES where KEEP_GATHERED: parameters and gradients stay gathered until the last."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and KEEP_GATHERED:
             module.set_requires_gradient_sync(last, recurse=False)
@@ -436,7 +437,7 @@ def begin_micro_batch(model: nn.Module, last: bool) -> None:
 
 
 def parallelize(model: nn.Module, where: DeviceMesh) -> nn.Module:
-    """Tensor parallelism, then recompute, then sharding over copies."""
+    """Tensor parallelism, then activation checkpointing, then FSDP."""
     blocks = blocks_of(model)
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, PARAM_DTYPE), reduce_dtype=getattr(torch, REDUCE_DTYPE))
     for i, block in enumerate(blocks):
@@ -444,20 +445,20 @@ def parallelize(model: nn.Module, where: DeviceMesh) -> nn.Module:
             parallelize_module(block, where["tp"], tensor_plan(block))
             for name, part in block.named_children():
                 if SEQUENCE_PARALLEL and name in PARTS:
-                    bring_tokens_together(part, where["tp"])
-        way = RECOMPUTE if isinstance(RECOMPUTE, str) else RECOMPUTE[i]
-        if way != "none":
-            blocks[i] = checkpoint_wrapper(block, **({"context_fn": some_kept} if way == "per-op" else {}))
+                    gather_sequence(part, where["tp"])
+        recompute = RECOMPUTE if isinstance(RECOMPUTE, str) else RECOMPUTE[i]
+        if recompute != "none":
+            blocks[i] = checkpoint_wrapper(block, **({"context_fn": selective_checkpoint} if recompute == "per-op" else {}))
         if COMPILE:
             blocks[i].compile()
-    if TP > 1 and SEQUENCE_PARALLEL:  # tokens are cut before the first block and whole again after the last
-        cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
-        whole = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
-        parallelize_module(blocks[0], where["tp"], cut)
-        parallelize_module(blocks[-1], where["tp"], whole)
-    copies = where["dp_replicate", "dp_shard"]
+    if TP > 1 and SEQUENCE_PARALLEL:  # the sequence is sharded before the first block and gathered after the last
+        shard = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
+        gather = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+        parallelize_module(blocks[0], where["tp"], shard)
+        parallelize_module(blocks[-1], where["tp"], gather)
+    data = where["dp_replicate", "dp_shard"]
     for module in (*blocks, model):
-        fully_shard(module, mesh=copies, mp_policy=policy, reshard_after_forward=RESHARD_AFTER_FORWARD)
+        fully_shard(module, mesh=data, mp_policy=policy, reshard_after_forward=RESHARD_AFTER_FORWARD)
     return model
 
 

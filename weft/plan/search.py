@@ -474,7 +474,7 @@ def plainness(s: Setting) -> tuple[object, ...]:
 def describe(s: Setting) -> str:
     """A setting in a line."""
     degrees = " ".join(f"{a}{getattr(s, a)}" for a in ("dp", "tp", "pp", "cp", "ep") if getattr(s, a) > 1) or "one device"
-    extra = [f"zero{s.zero}" + (" kept" if s.gather_once else "")] if s.zero else []
+    extra = [f"zero{s.zero}" + (" kept" if s.gather_once else "")] if s.zero and s.size("data") > 1 else []
     extra += ["sequence parallel"] if s.sp else []
     extra += ["async tp"] if s.async_tp else []
     extra += [s.schedule + (f" x{s.chunks}" if s.chunks > 1 else "")] if s.pp > 1 else []

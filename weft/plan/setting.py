@@ -56,7 +56,8 @@ class Setting(Spec):
         sequence_parallel: bool = False, zero: int = 0, keep_gathered: bool = False, recompute: str = "none", schedule: str = PLAIN, **more: Any,
     ) -> Setting:  # fmt: skip
         """As other systems count and name: copies among which experts are spread, and samples of a micro-batch."""
-        for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("dp", dp), ("ep", ep), ("virtual", virtual)):
+        degrees = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "virtual": virtual}
+        for name, value in {**degrees, "micro_batch": micro_batch, "global_batch": global_batch}.items():  # the batch last: it follows from them
             _require_count(name, value)
         if dp % ep:
             raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {dp}", found=str(ep))

@@ -16,6 +16,7 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, Self
 
 from weft.core.errors import PlanError
@@ -261,7 +262,21 @@ def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
             f"no plan {text!r}",
             needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, or {', '.join(LISTS)}, joined by commas",
             found=word,
+            try_=_instead(word),
         )
+
+
+FAMILIAR = {"ddp": "dp2", "fsdp": "dp2,zero3", "fsdp1": "dp2,zero3", "fsdp2": "dp2,zero3", "hsdp": "dp2,zero3", "checkpoint": "recompute"}
+
+
+def _instead(word: str) -> list[str]:
+    """What somebody who wrote this word may have meant: another system's name for it, or the nearest word."""
+    if word in FAMILIAR:
+        return [FAMILIAR[word]]
+    digits = re.search(r"\d*$", word)
+    number = digits[0] if digits else ""
+    near = get_close_matches(word.removesuffix(number), [*NUMBERS, *WORDS], n=2)
+    return [n + (number or "2") if n in NUMBERS else n for n in near]
 
 
 def _piece(text: str) -> Piece:

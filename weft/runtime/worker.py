@@ -8,14 +8,20 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
 
-from weft.core.errors import RuntimeFault
+from weft.core.errors import RuntimeFault, WeftError
 from weft.runtime import faults
-from weft.runtime.board import world_board
+from weft.runtime.board import Board, world_board
+
+LIBRARY = str(Path(faults.__file__).parents[1]) + os.sep
 
 
 def main() -> None:
     board = world_board()
+    sys.excepthook = lambda kind, error, at: _report(error, at, board)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     try:
@@ -33,6 +39,29 @@ def main() -> None:
     except SystemExit as done:
         finish(_status(done.code))
     finish()
+
+
+def _report(error: BaseException, at: TracebackType | None, board: Board | None) -> None:
+    """Print what ended the script, from the script's own frame on. Of weft's errors the user's lines are enough, and one of all ranks that
+    raise the same prints it; WEFT_TRACEBACK=full prints everything."""
+    full = os.environ.get("WEFT_TRACEBACK") == "full"
+    while at is not None and not full and at.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        at = at.tb_next
+    if full or not isinstance(error, WeftError):
+        traceback.print_exception(type(error), error, at)
+        return
+    if board is not None and _said_by_another(board, str(error)):
+        return
+    frames = [f for f in traceback.extract_tb(at) if not f.filename.startswith(LIBRARY)]
+    print("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]), end="", file=sys.stderr)
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _said_by_another(board: Board, text: str) -> bool:
+    """Whether another rank has printed this; if none has printed anything, this one does."""
+    before = board.last_word()
+    board.post_final_message(text)
+    return bool(before) and text.startswith(before)
 
 
 def _status(code: object) -> int:

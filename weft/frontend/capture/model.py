@@ -101,6 +101,36 @@ def require_torchs(model: Any, optimizer: Any) -> None:
     require_no_node_hooks(model)
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
+    if optimizer is not None:
+        _require_updates(model, optimizer)
+
+
+def require_optimizer(optimizer: Any) -> None:
+    """Refuse a training step without one."""
+    if optimizer is None:
+        raise CaptureError(
+            "a training step needs an optimizer",
+            needed="a torch.optim.Optimizer over model.parameters()",
+            found="None",
+            try_=[
+                "torch.optim.AdamW(model.parameters())",
+                "weft.shard(model, example, plan) in a loop of your own",
+                "weft.compile(model, plan, batch) for inference",
+            ],
+        )
+
+
+def _require_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that updates nothing of the model, as one made for another model or before the model was copied."""
+    own = {id(p) for p in model.parameters()}
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and theirs and not any(id(p) in own for p in theirs):
+        raise CaptureError(
+            "the optimizer updates no parameter of this model",
+            needed="a torch.optim.Optimizer over model.parameters()",
+            found=f"{type(optimizer).__name__} over {len(theirs)} other tensors",
+            try_="make the optimizer after the model has its final parameters",
+        )
 
 
 def _require(right: bool, what: str, needed: str, found: Any) -> None:
