@@ -61,6 +61,7 @@ CASES = {
     "plan hub --cluster 1x2xA100": "try hf:.*hub", "plan hf:Qwen/Qwen3 --cluster 1x2xA100": "hf download Qwen/Qwen3 config.json --local-dir Qwen3",
     "plan gpt2 --cluster 1x8xh10": "no device named 'h10'.*try H100",
     "plan gpt2 --cluster 1x8xH100 --export torchtitn": "no system named 'torchtitn'.*try torchtitan",
+    "plan gpt2 --cluster 1x8xH100 --memory 80": "80 without a unit try 80GB", "watch nowhere --patience 0": "no run in nowhere",
     "plan gpt2 --cluster 1x8xH100 --memory 1.2.3GB": "more than 0 bytes", "plan gpt2 --cluster 1x8xH100 --out /nope/x": "no folder /nope",
     "simulate gpt2 --cluster 1x8xH100 --pp 99999999999": "pp of at most 4,096", "simulate gpt2 --cluster 1x8xH100 --dp 99999999999": "dp of at most",
     "simulate gpt2 --cluster 1x8xH100 --micro-batch 99999999999999999999": "micro batch of at most",

@@ -120,3 +120,14 @@ def start_on(hosts: Hosts, k: int, script: Path) -> subprocess.Popen[str]:
     root = Path(__file__).parent.parent.parent
     env = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.links[k], "PYTHONPATH": str(root), "WEFT_TIMEOUT": "60"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def test_ranks_that_are_refused_alike_print_it_once_without_the_library_s_frames(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from weft.plan.spec import Spec\n\nSpec.parse('dp2,zerro1')\n")
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-m", "weft", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == 1 and done.stderr.count("PlanError: no plan 'dp2,zerro1'") == 1, done.stderr
+    assert "Spec.parse('dp2,zerro1')" in done.stderr and "spec.py" not in done.stderr and "runpy" not in done.stderr, done.stderr
+    assert "see the error above" in done.stderr

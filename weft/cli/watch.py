@@ -21,10 +21,13 @@ def watch(
     every: float = typer.Option(2.0, "--every", min=0.1, help="Seconds between two looks."),
 ) -> None:
     """Follow a training run: print its progress and keep its report up to date, until nothing new comes."""
+    from weft.core.errors import WeftError
     from weft.record.run import FILE, load
     from weft.report import report
 
     file, seen, since, told = Path(run) / FILE, 0.0, time.monotonic(), False
+    if not file.exists():
+        console.print(f"waiting for a run in {run}", markup=False, highlight=False)
     while time.monotonic() - since <= patience:
         now = file.stat().st_mtime if file.exists() else 0.0
         if now > seen:
@@ -36,6 +39,10 @@ def watch(
             loss = (made.steps.get("loss") or (0.0,))[-1]
             print(f"step {len(made.steps.get('ms', ()))}: loss {loss:.4g}, {made.step_ms:,.1f} ms, {made.per_second:,.0f} {made.unit}/s", flush=True)
         time.sleep(min(every, patience))
-    if seen:
-        report(run, out)  # without loading itself again
+    if not seen:
+        raise WeftError(
+            f"no run in {run}", needed="the folder that record= of parallelize names", found=f"nothing for {patience:g} s",
+            try_='weft.parallelize(..., record="run/")',
+        )  # fmt: skip
+    report(run, out)  # without loading itself again
     console.print(f"no news for {patience:g} s", highlight=False)

@@ -91,6 +91,8 @@ def bytes_of(text: str | float) -> float:
     found = re.fullmatch(r"\s*([\d.]+(?:e\+?\d+)?)\s*(GB|GiB|G|MB|MiB|B|)\s*", str(text), re.IGNORECASE)
     if found is None:
         raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=str(text), try_="70GB")
+    if isinstance(text, str) and not found.group(2) and re.fullmatch(r"[\d.]+", found.group(1)) and len(found.group(1)) < 7:
+        raise PlanError(f"cannot read the memory {text!r}", needed="a number with GB or GiB", found=f"{text} without a unit", try_=f"{text.strip()}GB")
     units = {"gb": 1e9, "g": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "b": 1.0, "": 1.0}
     try:
         size = float(found.group(1)) * units[found.group(2).lower()]
