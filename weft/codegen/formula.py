@@ -56,7 +56,7 @@ def _clamp(n: Node, x: Value) -> Value:
 
 
 def _power(n: Node, x: Value, e: Value) -> Value:
-    """Small whole powers as products, which take negative numbers everywhere."""
+    """Small integer powers as multiplications, which take negative numbers everywhere."""
     if e.fn == "const" and e.const in (1.0, 2.0, 3.0, 4.0):
         square = x * x
         return {1.0: x, 2.0: square, 3.0: square * x, 4.0: square * square}[e.const]

@@ -243,7 +243,7 @@ def parse(text: str | bytes, where: str = "plan") -> Plan:
 
 
 def _of_before(data: Mapping[str, Any], where: str) -> Plan:
-    """A plan of version 1: layers of each stage and what stages are made of were told apart, shares were records, and pins were limits."""
+    """A plan of version 1: layers of each stage and what stages are made of were separate, shares were records, and pins were limits."""
     fit(OF_BEFORE, data, where)
     warnings.warn(f"{where} is a plan file of version 1, read as version {VERSION}; save it again to keep it", stacklevel=4)
     own = {k: data[k] for k in _FROM if k != "weft_plan"} | {"predicted": data["foreseen"]}
