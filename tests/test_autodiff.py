@@ -23,9 +23,9 @@ from weft.ops.norm import layer_norm
 from weft.ops.order import argmax, topk
 from weft.ops.pointwise import cast, gelu, square, tanh
 from weft.ops.reduce import mean, sum_
+from weft.testing.fuzz import check_gradient
+from weft.testing.programs import random_program
 from weft.testing.values import draw_inputs
-from weft_fuzz.fuzz import check_gradient
-from weft_fuzz.programs import random_program
 
 TP, DP, BOTH = Mesh(tp=2), Mesh(dp=3), Mesh(dp=2, tp=2)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft_fuzz.torch_modules import draw, run_script
+from weft.testing.torch_modules import draw, run_script
 
 
 class Least(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import weft_zoo as zoo
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 from weft.api import check_cost
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 from tests.api.ranks import on_ranks
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 from weft.api import check_cost
 from weft.core.errors import CaptureError
 from weft.core.program import Program

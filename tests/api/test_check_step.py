@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 from weft.api import check_cost
 from weft.api.parallelize import parallelize
 from weft.api.step import Step

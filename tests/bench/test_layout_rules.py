@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from bench import layout_rules as rules
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 
 pytestmark = pytest.mark.skipif(find_spec("torch.distributed.tensor._ops.strategy_validation") is None, reason="torch 2.13 brings the validator")
 SOME = ("matmul", "narrow", "softmax", "embedding", "neg", "rope pending")

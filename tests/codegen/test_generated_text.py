@@ -21,7 +21,7 @@ from weft.core.text import parse
 from weft.frontend import lang as w
 from weft.frontend.trace import f64, trace
 from weft.runtime.host_numbers import host_function
-from weft_fuzz.torch_modules import draw, run_script
+from weft.testing.torch_modules import draw, run_script
 
 
 class Formula(nn.Module):

@@ -14,9 +14,9 @@ from weft.core.layout import Mesh, P
 from weft.core.node import Node
 from weft.frontend.trace import f64, trace
 from weft.ops.comm import all_reduce
+from weft.testing.groups import check_groups
 from weft.testing.same import assert_same_meaning
 from weft.testing.values import draw_inputs
-from weft_fuzz.groups import check_groups
 
 Golden = Callable[[str, str], None]
 

@@ -40,13 +40,13 @@ def fuzz(
 
 
 def _schedules(*args: Any, **more: Any) -> Any:
-    from weft_fuzz.fuzz import fuzz as run
+    from weft.testing.fuzz import fuzz as run
 
     return run(*args, **more)
 
 
 def _torch(*args: Any, **more: Any) -> Any:
-    from weft_fuzz.torch_modules import fuzz as run
+    from weft.testing.torch_modules import fuzz as run
 
     return run(*args, **more)
 

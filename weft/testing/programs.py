@@ -11,10 +11,10 @@ import torch
 from weft.core.layout import Mesh
 from weft.core.node import Node
 from weft.core.program import Program, new_program
+from weft.testing.comm_makers import MAKERS, Grow
+from weft.testing.maker import Maker, Stuck
+from weft.testing.motifs import MOTIFS
 from weft.testing.values import draw_inputs
-from weft_fuzz.comm_makers import MAKERS, Grow
-from weft_fuzz.maker import Maker, Stuck
-from weft_fuzz.motifs import MOTIFS
 
 MESHES = (
     Mesh(a=2), Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=1), Mesh(dp=2, tp=2), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(dp=3, tp=2),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import weft.ops
 import weft.schedule as schedule
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 from weft.cli import app
 from weft.core.layout import Mesh, P, S
 from weft.core.spec import validate
@@ -22,12 +22,12 @@ from weft.ops import BUILT_IN, comm
 from weft.ops.pointwise import tanh
 from weft.ops.registry import Linear
 from weft.testing import same
+from weft.testing.comm_makers import MAKERS
+from weft.testing.fuzz import Focus, fuzz
+from weft.testing.programs import MESHES, random_program
 from weft.testing.same import MeaningChanged, assert_same_meaning
+from weft.testing.schedules import PROPOSALS, Step, propose
 from weft.testing.values import draw_inputs
-from weft_fuzz.comm_makers import MAKERS
-from weft_fuzz.fuzz import Focus, fuzz
-from weft_fuzz.programs import MESHES, random_program
-from weft_fuzz.schedules import PROPOSALS, Step, propose
 
 
 def test_every_op_has_a_maker() -> None:

@@ -16,8 +16,8 @@ from weft.ops.order import argmax, cumsum, sort, topk
 from weft.ops.pool import adaptive_avg_pool2d, avg_pool2d, max_pool2d
 from weft.ops.rotary import rotary
 from weft.ops.segment import segment_max
-from weft_fuzz.maker import Maker
-from weft_fuzz.op_makers import makes
+from weft.testing.maker import Maker
+from weft.testing.op_makers import makes
 
 # -- norms, order, lookup ------------------------------------------------------------------------------------------------------------
 

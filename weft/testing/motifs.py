@@ -12,7 +12,7 @@ from weft.ops import comm
 from weft.ops.norm import layer_norm
 from weft.ops.pointwise import dropout, gelu, maximum, sqrt, square, tanh
 from weft.ops.reduce import mean, sum_
-from weft_fuzz.maker import Maker
+from weft.testing.maker import Maker
 
 
 def _axis(m: Maker) -> str:

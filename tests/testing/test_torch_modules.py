@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.fuzz.plant import Facet, plant
+from tests.testing.plant import Facet, plant
 from weft.cli import app
 from weft.core.errors import WeftError
 from weft.core.node import OPS
-from weft_fuzz.torch_grammar import Module, Statement, Var, random_module
-from weft_fuzz.torch_modules import Case, Tally, check_module, draw, fuzz, random_case, run_script, script, shrunk
+from weft.testing.torch_grammar import Module, Statement, Var, random_module
+from weft.testing.torch_modules import Case, Tally, check_module, draw, fuzz, random_case, run_script, script, shrunk
 
 SEED = 6
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.fuzz.plant import Facet, Line, Weakening
+from tests.testing.plant import Facet, Line, Weakening
 from weft.ops.pointwise import fit
 from weft.ops.registry import Equation, Linear
-from weft_fuzz.fuzz import Focus
+from weft.testing.fuzz import Focus
 
 EACH = (frozenset({0}), frozenset({1}))
 ELEMENTWISE = ("add", "mul", "tanh", "sum", "matmul")

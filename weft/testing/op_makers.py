@@ -16,7 +16,7 @@ from weft.ops.linalg import einsum
 from weft.ops.pointwise import UNARY, clamp, dropout, keep_where, pow_, where
 from weft.ops.reduce import logsumexp, mean, squares_about, var_mean
 from weft.ops.shape import concat, expand, expand_like, narrow, pad, permute, reshape
-from weft_fuzz.maker import Maker, Stuck
+from weft.testing.maker import Maker, Stuck
 
 Grow = Callable[[Maker], Any]
 MAKERS: dict[str, Grow] = {}

@@ -16,10 +16,10 @@ from weft import interp
 from weft.autodiff import vjp
 from weft.core.errors import NotDifferentiable, WeftError
 from weft.core.program import Program
+from weft.testing.groups import check_groups
+from weft.testing.programs import Sample, random_program
 from weft.testing.same import MeaningChanged, check_statically, check_values, close
-from weft_fuzz.groups import check_groups
-from weft_fuzz.programs import Sample, random_program
-from weft_fuzz.schedules import Step, propose
+from weft.testing.schedules import Step, propose
 
 Tensors = dict[str, torch.Tensor]
 STEPS = 10  # verb calls tried per program
@@ -253,7 +253,7 @@ SCRIPT = '''# {name}
 {why}
 from weft.core.text import parse
 from weft.schedule import *  # noqa: F403
-from weft_fuzz.fuzz import check_all
+from weft.testing.fuzz import check_all
 from weft.testing.values import draw_inputs
 
 p = before = parse("""
@@ -269,7 +269,7 @@ NO_PROGRAM = """# {name}: no program came of it
 {why}
 import random
 
-from weft_fuzz.programs import random_program
+from weft.testing.programs import random_program
 
 print(random_program(random.Random({name!r})).program)
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.faults import FAULTS, Fault
-from tests.fuzz.plant import Line, plant
-from weft_fuzz.fuzz import fuzz
+from tests.testing.faults import FAULTS, Fault
+from tests.testing.plant import Line, plant
+from weft.testing.fuzz import fuzz
 
 TESTS = Path(__file__).parents[1]
 SEED, MOST = 1, 400  # programs tried at most to find one fault

@@ -20,7 +20,7 @@ from weft.core.errors import CaptureError, LayoutError, NotDifferentiable, PlanE
 from weft.frontend.capture import Captured, capture
 from weft.plan.spec import Spec
 from weft.rewrite.check import check
-from weft_fuzz.torch_grammar import Module, random_module
+from weft.testing.torch_grammar import Module, random_module
 
 PLANS = ("dp2", "dp2,zero3", "tp2", "dp4", "tp4", "dp2,tp2", "dp2,zero1", "cp2", "tp2,sp", "dp2,cp2", "dp2,tp2,sp", "dp2,tp2,zero3", "cp2,a2a", "dp3", "tp3")
 OPTIMIZERS = ("SGD(params, lr=1.0)",) * 5 + (
@@ -335,7 +335,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft_fuzz.torch_modules import draw, filled, indices, run_script
+from weft.testing.torch_modules import draw, filled, indices, run_script
 
 
 {source}

@@ -9,9 +9,9 @@ from weft.core.errors import NotDifferentiable
 from weft.core.layout import P, R
 from weft.core.node import Node, op_named
 from weft.ops import comm
-from weft_fuzz import block_makers as _  # noqa: F401 - fills the table
-from weft_fuzz.maker import Maker, Stuck
-from weft_fuzz.op_makers import MAKERS, Grow, makes
+from weft.testing import block_makers as _  # noqa: F401 - fills the table
+from weft.testing.maker import Maker, Stuck
+from weft.testing.op_makers import MAKERS, Grow, makes
 
 __all__ = ["MAKERS", "Grow"]
 
