@@ -62,7 +62,7 @@ class Lifetimes:
         self.end = len(program.nodes)
         self._inputs = frozenset(program.inputs)
         self._replaced = {output for output, _ in program.state}
-        self._kernel = {n: set(g.nodes) for g in program.groups if g.kind == "fuse" for n in g.nodes}
+        self._kernel = {n: kernel for g in program.groups if g.kind == "fuse" for kernel in [frozenset(g.nodes)] for n in kernel}
 
     def of(self, node: Node, index: int) -> Span | None:
         """From when to when result `index` of a node takes memory; None where it takes none."""
