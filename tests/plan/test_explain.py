@@ -51,6 +51,11 @@ def test_changes_are_problems_of_their_own() -> None:
     assert slow.links[-1].get("bandwidth") == problem.cluster.links[-1].get("bandwidth") / 4 and slow.links[0] == problem.cluster.links[0]
 
 
+def test_a_single_node_has_no_network_to_change() -> None:
+    alone = [c.when for c in changes(Request("gpt2", "1x4xA100", batch=32).problem())]
+    assert alone == ["from sequence 4,096", "from batch 128"]
+
+
 def test_unequal_shares_are_explained_against_equal_ones() -> None:
     request = Request("gpt2", "1x2xA100+1x2xH100", batch=64)
     made = make_plan(request)

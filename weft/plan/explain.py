@@ -151,7 +151,7 @@ def changes(p: PlanProblem) -> Iterator[Circumstance]:
             yield Circumstance(f"from sequence {p.shape.seq * n:,}", n, replace(p, shape=p.shape.resized(p.shape.seq * n)))
     for n in LARGER:
         yield Circumstance(f"from batch {p.batch * n:,}", n, replace(p, batch=p.batch * n))
-    for rate in SLOWER:
+    for rate in SLOWER if networked(p.cluster) else ():
         words = f"{rate:g}x slower" if rate > 1 else f"{1 / rate:g}x faster"
         yield Circumstance(f"on a network {words}", rate, replace(p, cluster=scaled(p.cluster, 1 / rate)))
 
@@ -177,12 +177,18 @@ def _flips(problem: PlanProblem, asked: _Alternatives, decision: str, chosen: Se
         best = asked.best(change)
         if best is not None and best.setting.named(decision) != chosen.named(decision):
             return f"{_said(decision, best.setting.named(decision))} wins {change.when}", change.factor
-    return f"unchanged for sequence x{LONGER[-1]}, batch x{LARGER[-1]}, network x1/{SLOWER[0]:g} to x{SLOWER[0]:g}", 0.0
+    network = f", network x1/{SLOWER[0]:g} to x{SLOWER[0]:g}" if networked(problem.cluster) else ""
+    return f"unchanged for sequence x{LONGER[-1]}, batch x{LARGER[-1]}{network}", 0.0
 
 
 def _said(decision: str, value: object) -> str:
     name = decision.replace("_", " ")
     return f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}"
+
+
+def networked(cluster: Cluster) -> bool:
+    """Whether anything is ever sent between its nodes."""
+    return len(cluster.links) > 1 and cluster.members(1, cluster.devices)[0] < cluster.devices
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
