@@ -51,7 +51,7 @@ _SPEC = {
 FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
-    "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES,
+    "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES, "experts": whole(),
 }  # fmt: skip
 FORESEEN_OF = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {
@@ -184,11 +184,8 @@ class Plan:
     @property
     def kind(self) -> str:
         """Which measured steps it is like, as `cost.interval` knows them."""
-        from weft.plan.transformer import is_transformer, shape
-
-        captured = bool(self.layouts)
-        experts = self.setting.ep > 1 or (not captured and is_transformer(self.model) and shape(self.model).experts > 0)
-        return kind_of(self.setting.kernels, experts, captured)
+        experts = self.setting.ep > 1 or self.predicted.get("experts", 0) > 0
+        return kind_of(self.setting.kernels, experts, bool(self.layouts))
 
     def bounds(self) -> dict[str, float]:
         """Low and high of every figure that is predicted."""

@@ -371,6 +371,7 @@ def _record(
         "step_ms": rounded_ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
         "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
         "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
+        **({"experts": p.shape.experts} if p.shape.experts else {}),
     }  # fmt: skip
     if isinstance(found, Shared):
         s = with_shares(s, found.shares)
