@@ -178,7 +178,7 @@ def _one_op(words: Case) -> Row:
         shape = int(m[1]), int(m[2])
         program = trace(lambda x: {"x": x + 1.0}, lone, x=f32(*shape))
         return _row(name, words.get("specs"), lambda: _sliced(program, mesh, 4 * math.prod(shape)))
-    if m := re.match(r"argmax(?:\(| of )?\(?(\d+), ?(\d+)\)?,? ?(?:axis|dim)[ =]?(\d)\)?", op):
+    if m := re.match(r"argmax(?: ?\(| of )? ?\(?(\d+), ?(\d+)\)?,? ?(?:axis|dim)[ =]?(\d)\)?", op):
         shape, dim = (int(m[1]), int(m[2])), int(m[3])
         return _row(name, {k: words[k] for k in ("objective", "specs") if k in words}, lambda: _argmax(shape, dim, mesh, words))
     return _not_built(name, f"words not understood: {op}")
