@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("text", "json", "yaml")
+SURROUNDINGS = {"PYTHONPATH": str(ROOT), "COLUMNS": "140", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}  # of commands
 FENCE = re.compile(r"^```(\w+)?[ \t]*([^\n]*)\n(.*?)^```$", re.S | re.M)
 SKIP = re.compile(r"<!-- skip: (.+?) -->\n*\Z")
 
@@ -66,8 +67,8 @@ def blocks(text: str) -> list[Block]:
     return out
 
 
-def run_page(path: Path, folder: Path, accept: bool = False) -> int:
-    """Runs the page's blocks in the folder; the number of blocks that were run, written or compared.
+def run_page(path: Path, folder: Path, accept: bool = False, commands: Path = Path(sys.executable).parent) -> int:
+    """Runs the page's blocks in the folder, with `weft` from that of commands; the number of blocks that were run, written or compared.
 
     With `accept`, what was printed replaces output that differs, unless that has `...` in it.
     """
@@ -88,7 +89,7 @@ def run_page(path: Path, folder: Path, accept: bool = False) -> int:
             elif block.kind == "python":
                 printed = run_python(block, path.name, space)
             elif block.kind == "sh":
-                printed = run_shell(block, where)
+                printed = run_shell(block, where, commands)
             else:
                 raise PageError(f"{where}: a block of {block.kind or 'no language'}; needed python, sh, output, {', '.join(SHOWN)}")
             done += 1
@@ -118,13 +119,9 @@ def run_python(block: Block, name: str, space: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def run_shell(block: Block, where: str, seconds: float = 400) -> str:
+def run_shell(block: Block, where: str, commands: Path, seconds: float = 400) -> str:
     """What it prints, to either stream."""
-    bin_ = str(Path(sys.executable).parent)
-    environ = {
-        **os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "140", "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    environ = {**os.environ, **SURROUNDINGS, "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], env=environ, timeout=seconds, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

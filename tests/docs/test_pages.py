@@ -7,20 +7,28 @@ import multiprocessing
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import weft
+from tests.docs import forks
 from tools import pages, reference, refusals, site, tables
 
 PAGES = pages.pages()
 
 
-def child(path: Path, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with forks.started(tmp_path_factory.mktemp("forks")) as folder:
+        yield folder
+
+
+def child(path: Path, folder: Path, commands: Path) -> None:
     """A page in a process of its own: it may define ops, change folders and start ranks."""
     try:
-        (folder / "done").write_text(str(pages.run_page(path, folder)))
+        (folder / "done").write_text(str(pages.run_page(path, folder, commands=commands)))
     except BaseException as error:
         said = str(error) if isinstance(error, pages.PageError) else traceback.format_exc()
         (folder / "failed").write_text(said)
@@ -29,8 +37,8 @@ def child(path: Path, folder: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
-def test_the_code_of_a_page_does_what_it_says(path: Path, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=child, args=(path, tmp_path))
+def test_the_code_of_a_page_does_what_it_says(path: Path, tmp_path: Path, commands: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=child, args=(path, tmp_path, commands))
     process.start()
     process.join(850)
     process.kill()
