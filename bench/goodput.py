@@ -101,7 +101,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
 def adaptive(make: Any, draw: Any, world: int, batches: tuple[int, ...], rate: float) -> Any:
     import torch
 
-    from weft.api.goodput import Adaptive
+    from bench._adaptive import Adaptive
     from weft.api.parallelize import parallelize
 
     model = make()

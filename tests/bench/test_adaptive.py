@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench._adaptive import Adaptive
 from tests.api.ranks import on_ranks
-from weft.api.goodput import Adaptive
 from weft.api.parallelize import parallelize
 from weft.api.step import Step
 from weft.core.errors import PlanError
