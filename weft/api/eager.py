@@ -27,8 +27,9 @@ from weft import interp
 from weft.core.node import Node, make
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
+from weft.frontend.capture.handlers import ATEN
 from weft.frontend.capture.micro import micro_batch
-from weft.frontend.capture.modes import ATEN, _twin
+from weft.frontend.capture.modes import _twin
 from weft.frontend.capture.optimizers import COUNT, counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at

@@ -27,7 +27,8 @@ from weft.dynamic.run import Once, Replay
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
 from weft.dynamic.vertex import Source
-from weft.frontend.capture.modes import Above, function
+from weft.frontend.capture.handlers import function
+from weft.frontend.capture.modes import Above
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
 from weft.ops.rounds import HANDS, RUNNERS, rounds_of

@@ -30,7 +30,7 @@ from weft.dynamic import ops
 from weft.dynamic.schedule import Reads
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
-from weft.frontend.capture.modes import teach
+from weft.frontend.capture.handlers import teach
 from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
 from weft.ops.embed import put, take

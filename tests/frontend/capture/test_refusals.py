@@ -11,7 +11,7 @@ from weft.core.errors import CaptureError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Type
 from weft.frontend.capture import capture, teach
-from weft.frontend.capture.modes import ATEN
+from weft.frontend.capture.handlers import ATEN
 from weft.ops.registry import Kind
 from weft.ops.source import input_node
 

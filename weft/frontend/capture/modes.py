@@ -1,19 +1,13 @@
-"""Where torch calls are heard: above ATen for ops that must stay in one piece, at ATen for all the rest.
-
-`FUNCTIONS` maps torch functions (F.layer_norm) to handlers, `ATEN` maps ATen ops. A handler takes the recorder, then what
-the op was given with tensors replaced by nodes, and gives nodes; NotImplemented passes the call on downwards.
-"""
+"""Where torch calls are heard: above ATen for ops that must stay in one piece, at ATen for all the rest; `handlers` has what is done with them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,81 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from weft.core.errors import CaptureError
-from weft.core.node import DTYPE_NAMES, Node, constant, user_line
-from weft.frontend.capture.complexes import PARTS, any_complex, of_pairs, parts_of, refuse_complex
+from weft.core.node import Node, constant, user_line
+from weft.frontend.capture.complexes import any_complex, of_pairs, parts_of, refuse_complex
 from weft.frontend.capture.constants import drawn, number, number_from_batch, through
 from weft.frontend.capture.guards import unheard
+from weft.frontend.capture.handlers import ATEN, ATEN_ON_TENSORS, FUNCTIONS, ON_TENSORS, VIEWS, to_dtype
 from weft.frontend.capture.joint import enter
 from weft.frontend.capture.precision import widened
 from weft.frontend.capture.recorder import Handler, Recorder
+from weft.frontend.capture.unknown_ops import as_nodes, tensors_in, unknown
 from weft.frontend.capture.values import TAG, Ref, Step, view
-from weft.ops.embed import take
-from weft.ops.fill import arange, full, stop_gradient
-from weft.ops.opaque import each, opaque
-from weft.ops.pointwise import add, cast, where
-from weft.ops.registry import Kind
-from weft.ops.shape import expand, permute, reshape
+from weft.ops.pointwise import where
+from weft.ops.shape import expand
 
-ATEN: dict[Any, Handler] = {}
-ATEN_ON_TENSORS: dict[Any, Handler] = {}
-VIEWS: dict[Any, Callable[..., list[Step] | list[list[Step]]]] = {}
-FUNCTIONS: dict[Any, Handler] = {}
-ON_TENSORS: set[Handler] = set()
 CPU = torch.device("cpu")
-
-
-def _overloads(names: tuple[str, ...]) -> list[Any]:
-    """`add.Tensor` is one overload; `add` all of them. A name this torch does not have is passed over."""
-    found = []
-    for name in names:
-        base, _, overload = name.partition(".")
-        packet = getattr(torch.ops.aten, base, None)
-        if packet is not None:
-            found += [getattr(packet, o) for o in packet.overloads() if not overload or o == overload]
-    return found
-
-
-def aten(*names: str, tensors: bool = False) -> Callable[[Handler], Handler]:
-    """Register how ATen ops become weft ops: `handler(recorder, *args, **kwargs)` on nodes; with `tensors`, on the traced tensors."""
-
-    def add(handler: Handler) -> Handler:
-        (ATEN_ON_TENSORS if tensors else ATEN).update(dict.fromkeys(_overloads(names), handler))
-        return handler
-
-    return add
-
-
-def views(*names: str) -> Callable[[Any], Any]:
-    """Register view ops: `steps(shape, *args)` gives the steps from the operand, or one list of steps per result."""
-
-    def add(steps: Any) -> Any:
-        VIEWS.update(dict.fromkeys(_overloads(names), steps))
-        return steps
-
-    return add
-
-
-def function(*functions: Any, tensors: bool = False) -> Callable[[Handler], Handler]:
-    """Register a torch function to be heard above ATen, on nodes; with `tensors`, on the traced tensors themselves."""
-
-    def add(handler: Handler) -> Handler:
-        FUNCTIONS.update(dict.fromkeys(functions, handler))
-        if tensors:
-            ON_TENSORS.add(handler)
-        return handler
-
-    return add
-
-
-def teach(op: Any) -> Callable[[Handler], Handler]:
-    """Teach capture a torch op: `handler(*args)` takes nodes and gives nodes of weft ops."""
-
-    def add(handler: Handler) -> Handler:
-        table = ATEN if isinstance(op, torch._ops.OpOverload) else FUNCTIONS
-        table[op] = lambda recorder, *args, **kwargs: handler(*args, **kwargs)
-        return handler
-
-    return add
 
 
 class Above(TorchFunctionMode):
@@ -252,7 +185,7 @@ class AtenMode(TorchDispatchMode):
             return out
         if func._schema.is_mutable:
             return self._write(func, out, args, kwargs)
-        if not _tensors(out):
+        if not tensors_in(out):
             return out
         self._bind(func, out, self._nodes(func, out, args, kwargs))
         return out
@@ -340,12 +273,12 @@ class AtenMode(TorchDispatchMode):
             if func is torch.ops.aten.copy_.default and args[1].is_complex():
                 new = expand(to_dtype(recorder.node(args[1]), dtype), shape)
             else:
-                new = unknown(recorder, twin, twin(*args, **kwargs), *_as_nodes(recorder, (args, kwargs)))
+                new = unknown(recorder, twin, twin(*args, **kwargs), *as_nodes(recorder, (args, kwargs)))
             recorder.write(args[0], new)
             return out
-        if _tensors(out):
-            nodes = unknown(recorder, func, out, *_as_nodes(recorder, (args, kwargs)))
-            for tensor, node in zip(_tensors(out), [nodes] if isinstance(nodes, Node) else nodes, strict=True):
+        if tensors_in(out):
+            nodes = unknown(recorder, func, out, *as_nodes(recorder, (args, kwargs)))
+            for tensor, node in zip(tensors_in(out), [nodes] if isinstance(nodes, Node) else nodes, strict=True):
                 recorder.bind(tensor, node)
         return out
 
@@ -358,7 +291,7 @@ class AtenMode(TorchDispatchMode):
 
     def _bind(self, func: Any, out: Any, nodes: Any) -> None:
         """Tie results to nodes; a handler that gives another shape or dtype than torch is a mistake in weft."""
-        tensors, found = _tensors(out), [nodes] if isinstance(nodes, Node) else [n for n in nodes if n is not None]
+        tensors, found = tensors_in(out), [nodes] if isinstance(nodes, Node) else [n for n in nodes if n is not None]
         for tensor, node in zip(tensors, found, strict=True):
             if node.shape != tuple(tensor.shape):
                 raise CaptureError(f"weft mistook {func}", needed=f"{tuple(tensor.shape)}", found=str(node.type))
@@ -422,10 +355,6 @@ class AtenMode(TorchDispatchMode):
 OVERWRITES = ("aten::fill", "aten::copy", "aten::zero")
 
 
-def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
-
-
 @functools.cache
 def _twin(func: Any) -> Any:
     """The functional op that takes the same arguments: `add_.Tensor` -> `add.Tensor`, `add.out` -> `add.Tensor`."""
@@ -440,45 +369,6 @@ def _twin(func: Any) -> Any:
     return None
 
 
-def to_dtype(node: Node, dtype: torch.dtype) -> Node:
-    if dtype not in DTYPE_NAMES:
-        raise CaptureError(f"weft has no dtype {dtype}", needed=", ".join(DTYPE_NAMES.values()), found=str(dtype), where=user_line())
-    return node if node.dtype == dtype else cast(node, dtype=DTYPE_NAMES[dtype])
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """The node of a complex operand."""
-
-    node: Node
-
-
-def _as_nodes(recorder: Recorder, given: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: _Pairs(recorder.node(t)) if t.dtype.is_complex else recorder.node(t), given)
-
-
-def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    """An op without an entry. Of each element alone, it is torch's function and derivative, sharded as its operands are; else one opaque node."""
-    require_same_random_numbers(func)
-    func = _TRAINED.get(func, func)
-    if any(t.layout is not torch.strided for t in _tensors(out)):
-        raise CaptureError("weft has no sparse tensors", needed="dense tensors", found=f"{func} gives a sparse one", where=user_line())
-    made = each_element(recorder, func, out, args, kwargs)
-    if made is not None:
-        return made
-    nodes: list[Node] = []
-    call, keys = template(recorder, args, nodes), tuple((k, template(recorder, v, nodes)) for k, v in kwargs.items())
-    gives = tuple((DTYPE_NAMES[recorder.type((), dtype).dtype], shape) for shape, dtype in map(parts_of, _tensors(out)))
-    name = str(func)
-    recorder.opaque.setdefault(name, []).append(user_line() or "")
-    more = {"moves": tuple(i for i, n in enumerate(nodes) if recorder.moves(n))} if nodes else {"mesh": recorder.mesh.key}
-    whole = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
-    return whole if len(gives) == 1 else list(whole)
-
-
-_TRAINED = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}  # what torch calls where gradients are on
-
-
 def _lying(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """What torch makes of fake tensors, and what it was given, numbers that are computed as nodes of the dtype it computes in.
     To copy as a view, torch 2.11 asks there for a tensor that could be viewed; none is needed."""
@@ -489,101 +379,10 @@ def _lying(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         return func(*args, **kwargs), args, kwargs
     given, named = tree_unflatten([1.0 if isinstance(x, torch.SymFloat) else x for x in leaves], spec)
     out = func(*given, **named)
-    kinds = [t.dtype for t in (*_tensors(out), *leaves) if isinstance(t, Tensor) and t.dtype.is_floating_point]
+    kinds = [t.dtype for t in (*tensors_in(out), *leaves) if isinstance(t, Tensor) and t.dtype.is_floating_point]
     dtype = kinds[0] if kinds else torch.get_default_dtype()
     given, named = tree_unflatten([to_dtype(x.node.node, dtype) if isinstance(x, torch.SymFloat) else x for x in leaves], spec)
     return out, given, named
-
-
-@aten("as_strided.default", "as_strided_copy.default", tensors=True)
-def by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: int | None = None) -> Node:
-    """What lies at given places of memory: elements of x, where x lies there in order."""
-    first = 0 if offset is None else offset - x.storage_offset()
-    last = first + sum((n - 1) * by for n, by in zip(shape, strides, strict=True)) if math.prod(shape) else first
-    outside = recorder.node(x)  # how an input lies in memory is not part of the program
-    while outside.op.kind is Kind.VIEW or outside.op is stop_gradient:
-        outside = outside.args[0]
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))  # as its elements lie one after another
-    dense = x.permute(order).is_contiguous()
-    if outside.op.is_input or not dense or first < 0 or last >= max(x.numel(), 1):
-        raise CaptureError(
-            "as_strided reads memory that weft does not lay out as torch does",
-            needed="a contiguous tensor that the step computes, and places inside it",
-            found=f"shape {tuple(x.shape)} with strides {tuple(x.stride())}, places {first} to {last}",
-            try_="unfold, or slices",
-            where=user_line(),
-        )
-    at: Node = constant(first, torch.int64, recorder.mesh)
-    for d, (n, by) in enumerate(zip(shape, strides, strict=True)):
-        at = add(reshape(arange(n, recorder.mesh, step=by), tuple(n if i == d else 1 for i in range(len(shape)))), at)
-    return take(reshape(permute(recorder.node(x), order), (-1,)), expand(at, tuple(shape)), 0)
-
-
-_UNTAGGED = {torch.ops.aten.floor_divide.default, torch.ops.aten.hardswish.default, torch.ops.aten._prelu_kernel.default}  # of each element alone too
-
-
-def each_element(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Node | None:
-    """One `each` node, where torch says that the op treats each element alone and its operands are stretched as usual."""
-    if not (torch.Tag.pointwise in func.tags or func in _UNTAGGED) or not isinstance(out, Tensor) or out.dtype.is_complex:
-        return None
-    if any(isinstance(x, (_Pairs, complex)) for x in tree_leaves((args, kwargs))):
-        return None
-    nodes: list[Node] = []
-    call, keys = template(recorder, args, nodes), tuple((k, template(recorder, v, nodes)) for k, v in kwargs.items())
-    if not nodes or tuple(torch.broadcast_shapes(*(n.shape for n in nodes))) != tuple(out.shape):
-        return None
-    kind = recorder.type((), out.dtype).dtype
-    if kind.is_floating_point:  # so that stretching a 0-d operand changes no dtype
-        nodes = [to_dtype(n, kind) if n.dtype.is_floating_point else n for n in nodes]
-    return each(*nodes, target=str(func), call=call, keys=keys, gives=DTYPE_NAMES[kind])
-
-
-def alone(recorder: Recorder, func: Any, *args: Any, dtype: torch.dtype) -> Node:
-    """One `each` node of a torch op that treats each element alone when it is called so."""
-    nodes: list[Node] = []
-    call = template(recorder, args, nodes)
-    return each(*nodes, target=str(func), call=call, keys=(), gives=DTYPE_NAMES[dtype])
-
-
-def template(recorder: Recorder, x: Any, nodes: list[Node]) -> Any:
-    """An op's argument as plain data, its tensors put among the nodes; what weft cannot write down is refused."""
-    if isinstance(x, _Pairs):
-        nodes.append(x.node)
-        return "pairs", len(nodes) - 1
-    if isinstance(x, complex):
-        return "complex", (x.real, x.imag)
-    if isinstance(x, Node):
-        number = x.op.is_number  # generated code would give it as a Python number
-        nodes.append(full((), x.attr("value"), recorder.mesh, x.dtype) if number else x)
-        return "tensor", len(nodes) - 1
-    if isinstance(x, (list, tuple)):
-        return tuple(template(recorder, y, nodes) for y in x)
-    if isinstance(x, torch.dtype):
-        return "dtype", str(x).removeprefix("torch.") if x in PARTS else DTYPE_NAMES[recorder.type((), x).dtype]
-    if isinstance(x, float) and not math.isfinite(x):
-        return "float", str(x)
-    if isinstance(x, (torch.device, torch.memory_format)) or x is torch.strided:
-        return None
-    if x is None or isinstance(x, (bool, int, float, str)):
-        return x
-    raise CaptureError(
-        f"weft cannot keep an op called with a {type(x).__name__}",
-        needed="tensors, numbers, text and dtypes",
-        found=repr(x)[:80],
-        where=user_line(),
-    )
-
-
-def require_same_random_numbers(func: Any) -> None:
-    """Torch's own random numbers would differ from rank to rank, and between a pass and its recomputation."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        raise CaptureError(
-            f"weft has no random numbers like those of {func}",
-            needed="uniform, normal, bernoulli, exponential or integers, which every rank can draw the same way",
-            found=str(func),
-            try_="draw it outside the step and pass it in the batch",
-            where=user_line(),
-        )
 
 
 @contextmanager
@@ -593,4 +392,4 @@ def listening_to_torch(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-__all__ = ["ATEN", "FUNCTIONS", "VIEWS", "Ref", "alone", "aten", "fake_result", "function", "intercept", "listening_to_torch", "teach", "to_dtype", "views"]
+__all__ = ["Ref", "fake_result", "intercept", "listening_to_torch"]

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from weft.core.errors import CaptureError
 from weft.core.node import Node, constant, toposort, user_line
 from weft.frontend.capture.constants import number_from_batch, through, unheard
-from weft.frontend.capture.modes import function, to_dtype
+from weft.frontend.capture.handlers import function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.fill import stop_gradient

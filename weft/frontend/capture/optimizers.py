@@ -26,7 +26,8 @@ from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node, remade, toposort
 from weft.core.role import Role
 from weft.frontend.capture.guards import unheard
-from weft.frontend.capture.modes import listening_to_torch, to_dtype
+from weft.frontend.capture.handlers import to_dtype
+from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking, evaluate, number_of
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w

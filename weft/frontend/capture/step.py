@@ -23,8 +23,8 @@ from weft.frontend.capture.complexes import refuse_complex
 from weft.frontend.capture.constants import unheard as real
 from weft.frontend.capture.errors import explained_backward
 from weft.frontend.capture.guards import Reads, unheard
+from weft.frontend.capture.handlers import function
 from weft.frontend.capture.joint import CustomGradient, Handle, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
-from weft.frontend.capture.modes import function
 from weft.frontend.capture.numbers import evaluate
 from weft.frontend.capture.optimizers import (
     COUNT,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from weft.core.node import Node
 from weft.frontend.capture.constants import through
+from weft.frontend.capture.handlers import function
 from weft.frontend.capture.masks import Seen, far, recognised
-from weft.frontend.capture.modes import function
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import attention as wa

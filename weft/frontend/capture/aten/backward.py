@@ -9,8 +9,8 @@ import torch
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.shape import _select, _slice
-from weft.frontend.capture.modes import aten as heard
-from weft.frontend.capture.modes import to_dtype
+from weft.frontend.capture.handlers import aten as heard
+from weft.frontend.capture.handlers import to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import conv, embed
 from weft.ops import pointwise as w

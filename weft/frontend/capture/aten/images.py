@@ -11,8 +11,10 @@ from torch._prims_common import suggest_memory_format
 
 from weft.core.errors import CaptureError
 from weft.core.node import Node, op_named, user_line
-from weft.frontend.capture.modes import aten, fake_result, function, to_dtype, unknown
+from weft.frontend.capture.handlers import aten, function, to_dtype
+from weft.frontend.capture.modes import fake_result
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.unknown_ops import unknown
 from weft.ops import batchnorm, conv, pool
 from weft.ops import pointwise as w
 from weft.ops.fill import full

@@ -12,7 +12,7 @@ from weft.core.errors import CaptureError
 from weft.core.node import Node, user_line
 from weft.frontend.capture.aten.pointwise import as_node
 from weft.frontend.capture.constants import counting
-from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.handlers import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
 from weft.ops import pointwise as w

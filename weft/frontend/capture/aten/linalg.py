@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.core.node import Node
 from weft.frontend.capture.aten.pointwise import promoted
-from weft.frontend.capture.modes import aten, function, to_dtype
+from weft.frontend.capture.handlers import aten, function, to_dtype
 from weft.frontend.capture.patterns import improved
 from weft.frontend.capture.precision import lowered
 from weft.frontend.capture.recorder import Recorder

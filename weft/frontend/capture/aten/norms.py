@@ -12,8 +12,9 @@ from torch import Tensor
 from weft.core.errors import CaptureError
 from weft.core.node import Node, user_line
 from weft.frontend.capture.aten.reduce import reduced
-from weft.frontend.capture.modes import aten, function, to_dtype, unknown
+from weft.frontend.capture.handlers import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.unknown_ops import unknown
 from weft.ops import loss as wl
 from weft.ops import norm as wn
 from weft.ops import pointwise as w

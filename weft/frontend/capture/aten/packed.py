@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.frontend.capture.modes import function
+from weft.frontend.capture.handlers import function
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from weft.core.node import Node
-from weft.frontend.capture.modes import alone, aten, to_dtype
+from weft.frontend.capture.handlers import aten, to_dtype
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.unknown_ops import alone
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
 from weft.ops.norm import wide_dtype

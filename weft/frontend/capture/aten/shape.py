@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from weft.core.node import Node
+import torch
+from torch import Tensor
+
+from weft.core.errors import CaptureError
+from weft.core.node import Node, constant, user_line
 from weft.frontend.capture.aten.pointwise import promoted
-from weft.frontend.capture.modes import aten, views
+from weft.frontend.capture.handlers import aten, views
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import Step, view
+from weft.ops.embed import take
+from weft.ops.fill import arange, stop_gradient
+from weft.ops.pointwise import add
+from weft.ops.registry import Kind
 from weft.ops.shape import concat, expand, narrow, pad, permute, reshape
 
 Shape = tuple[int, ...]
@@ -232,3 +240,26 @@ def _slice_scatter(r: Recorder, x: Node, source: Node, dim: int = 0, start: Any 
     parts = [narrow(x, dim, 0, lo), source, narrow(x, dim, hi, x.shape[dim])]
     return concat([p for p in parts if p.shape[dim]], dim)
 
+
+@aten("as_strided.default", "as_strided_copy.default", tensors=True)
+def _by_strides(recorder: Recorder, x: Tensor, shape: Any, strides: Any, offset: int | None = None) -> Node:
+    """What lies at given places of memory: elements of x, where x lies there in order."""
+    first = 0 if offset is None else offset - x.storage_offset()
+    last = first + sum((n - 1) * by for n, by in zip(shape, strides, strict=True)) if math.prod(shape) else first
+    outside = recorder.node(x)  # how an input lies in memory is not part of the program
+    while outside.op.kind is Kind.VIEW or outside.op is stop_gradient:
+        outside = outside.args[0]
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))  # as its elements lie one after another
+    dense = x.permute(order).is_contiguous()
+    if outside.op.is_input or not dense or first < 0 or last >= max(x.numel(), 1):
+        raise CaptureError(
+            "as_strided reads memory that weft does not lay out as torch does",
+            needed="a contiguous tensor that the step computes, and places inside it",
+            found=f"shape {tuple(x.shape)} with strides {tuple(x.stride())}, places {first} to {last}",
+            try_="unfold, or slices",
+            where=user_line(),
+        )
+    at: Node = constant(first, torch.int64, recorder.mesh)
+    for d, (n, by) in enumerate(zip(shape, strides, strict=True)):
+        at = add(reshape(arange(n, recorder.mesh, step=by), tuple(n if i == d else 1 for i in range(len(shape)))), at)
+    return take(reshape(permute(recorder.node(x), order), (-1,)), expand(at, tuple(shape)), 0)

@@ -9,8 +9,9 @@ import torch
 
 from weft.core.errors import CaptureError
 from weft.core.node import DTYPE_NAMES, Node, constant, user_line
-from weft.frontend.capture.modes import alone, aten, function, to_dtype
+from weft.frontend.capture.handlers import aten, function, to_dtype
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.unknown_ops import alone
 from weft.ops import pointwise as w
 from weft.ops.fill import arange, full, one_hot
 from weft.ops.order import argmax, bincount, sort, topk
