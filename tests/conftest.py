@@ -35,6 +35,15 @@ def kept_apart() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `weft` that starts at once, to be put first in PATH."""
+    from tests import forks
+
+    with forks.started(tmp_path_factory.mktemp("forks")) as folder:
+        yield folder
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compares a text with the file of that name under tests/golden."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ def example(name: str) -> Any:
     return module
 
 
-def run(name: str, plan: str) -> tuple[dict[str, Any], str]:
+def run(commands: Path, name: str, plan: str) -> tuple[dict[str, Any], str]:
     """What two processes print, and what they say."""
-    command = [sys.executable, "-m", "weft", "run", "-n", "2", str(EXAMPLES / f"{name}.py"), "--plan", plan]
+    command = [str(commands / "weft"), "run", "-n", "2", str(EXAMPLES / f"{name}.py"), "--plan", plan]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,30 +45,30 @@ def stepped(model: Any, optimizer: Any, loss: Tensor, clip: float | None = None)
     return loss.item()
 
 
-def test_pretraining_on_packed_documents() -> None:
+def test_pretraining_on_packed_documents(commands: Path) -> None:
     of = example("pretrain_packed")
     model, optimizer = of.made()
     losses = [stepped(model, optimizer, of.loss(model, batch), 1.0) for batch in of.batches(8)]
-    found, said = run("pretrain_packed", "dp2")
+    found, said = run(commands, "pretrain_packed", "dp2")
     torch.testing.assert_close(found["losses"], losses, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found["norms"], [p.norm().item() for p in model.parameters()], rtol=1e-8, atol=1e-8)
     assert found["shapes"].startswith("tokens [4, 16 to 64]") and said.count("compiled for") == 2
 
 
-def test_a_vision_transformer_with_a_last_small_batch() -> None:
+def test_a_vision_transformer_with_a_last_small_batch(commands: Path) -> None:
     of = example("train_vit")
     model, optimizer, scheduler = of.made()
     data, losses = of.Images(), list[float]()
     for batch, _ in zip(DataLoader(data, batch_sampler=Rows(len(data), of.BATCH, torch.arange, seed=3)), range(8), strict=False):
         losses.append(stepped(model, optimizer, of.loss(model, batch)))
         scheduler.step()
-    found, said = run("train_vit", "dp2,zero2")
+    found, said = run(commands, "train_vit", "dp2,zero2")
     torch.testing.assert_close(found["losses"], losses, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found["norms"], [p.norm().item() for p in model.parameters()], rtol=1e-8, atol=1e-8)
     assert "lr_scheduler.step()" not in said
 
 
-def test_fine_tuning_with_lora_by_trainer(tmp_path: Path) -> None:
+def test_fine_tuning_with_lora_by_trainer(commands: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
     import transformers
@@ -77,7 +76,7 @@ def test_fine_tuning_with_lora_by_trainer(tmp_path: Path) -> None:
     of = example("finetune_lora")
     trainer = transformers.Trainer(of.model(), of.settings(str(tmp_path), 8), of.collate, of.Notes())
     trainer.train()
-    found, _ = run("finetune_lora", "dp2")
+    found, _ = run(commands, "finetune_lora", "dp2")
     want = of.told(trainer)
     torch.testing.assert_close(found["losses"], want["losses"], rtol=1e-6, atol=0)  # the Trainer adds them up in float32
     torch.testing.assert_close(found["norms"], want["norms"], rtol=1e-7, atol=1e-8)  # Llama rounds its rotary angles to float32

@@ -7,22 +7,14 @@ import multiprocessing
 import os
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import weft
-from tests.docs import forks
 from tools import pages, reference, refusals, site, tables
 
 PAGES = pages.pages()
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with forks.started(tmp_path_factory.mktemp("forks")) as folder:
-        yield folder
 
 
 def child(path: Path, folder: Path, commands: Path) -> None:

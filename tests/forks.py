@@ -1,4 +1,4 @@
-"""One Python that has loaded torch, weft and transformers, and commands as forks of it: a page starts many, and each would load them again.
+"""One Python that has loaded torch, weft and transformers, and commands as forks of it: pages and examples start many, and each would load them again.
 
 `started(folder)` gives a folder with a `weft` and a `python` to put first in PATH. Whoever runs them is told what the command printed and how it ended
 as by a process of its own; ranks that `weft run` starts are forks too. Any other use of `python` is the real one.
@@ -25,7 +25,7 @@ from typing import Any
 from tools import pages
 from weft import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 WORKER = "weft.runtime.worker"  # what `weft run` starts on every rank, by `python -u -m`
 CLIENT = """#!{python} -IS
 import array, json, os, socket, sys
@@ -52,7 +52,7 @@ def started(folder: Path) -> Iterator[Path]:
         (bin_ / name).write_text(CLIENT.format(python=sys.executable, name=name, worker=WORKER, where=str(where)))
         (bin_ / name).chmod(0o755)
     env = {**os.environ, **pages.SURROUNDINGS}
-    server = subprocess.Popen([sys.executable, "-m", "tests.docs.forks", str(where), str(bin_ / "python")], env=env, cwd=ROOT)
+    server = subprocess.Popen([sys.executable, "-m", "tests.forks", str(where), str(bin_ / "python")], env=env, cwd=ROOT)
     try:
         while not where.exists():
             assert server.poll() is None, "the process to fork from ended"
