@@ -118,4 +118,4 @@ def test_a_hugging_face_folder_has_the_length_asked_for(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["plan", f"hf:{tmp_path / 'own'}", "--cluster", "1x2xA100", "--seq", "128", "--batch", "16", "--out", str(out)])
     assert made.exit_code == 0 and "global batch 16 x 128 tokens" in made.output and "tokens/s" in made.output
     page = CliRunner().invoke(app, ["report", str(out), "--no-explain"])
-    assert page.exit_code == 0 and (tmp_path / "plan.html").exists()
+    assert page.exit_code == 0 and "16 × 128" in (tmp_path / "plan.html").read_text()  # the batch is drawn at that length too

@@ -99,7 +99,7 @@ EXAMPLES: dict[str, Example] = {
 def example(name: str) -> Example:
     if name not in EXAMPLES:
         near = get_close_matches(name, EXAMPLES, 3) or list(EXAMPLES)
-        raise UnknownName(f"no example {name!r}", needed=f"one of {', '.join(EXAMPLES)}", found=name, try_=[f"weft show {n}" for n in near])
+        raise UnknownName(f"no example {name!r}", needed=f"one of {', '.join(EXAMPLES)}", found=name, try_=[f"weft show {n}" for n in near[:3]])
     return EXAMPLES[name]
 
 

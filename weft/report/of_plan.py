@@ -44,7 +44,7 @@ def figures(plan: Plan) -> list[Figure]:
         Figure("memory per device", f"{f['memory_gb']:.1f} GB", f"{b['memory_gb_low']:.1f} to {b['memory_gb_high']:.1f} GB"),
     ]  # fmt: skip
     if best is not None:
-        made.append(Figure("next best system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms'] - 1:+.0%}"))
+        made.append(Figure("best other system", ms(best[1]), f"{best[0]}, {best[1] / f['step_ms'] - 1:+.0%}"))
     return made
 
 
@@ -110,7 +110,8 @@ def _model(plan: Plan) -> dict[str, Any]:
     from weft.frontend.source import load
 
     sizes = few_layers(plan.model, seq=plan.seq)
-    made = load(plan.model, device="meta", **(sizes.settings if sizes else {}))
+    given = {"seq": plan.seq} if plan.seq and plan.model.startswith("hf:") else {}
+    made = load(plan.model, device="meta", **(sizes.settings if sizes else given))
     layers, few = (sizes.of, sizes.layers) if sizes else (1, 1)
     try:
         placed = _placed(plan, made)
