@@ -15,7 +15,7 @@ from weft.cluster.kernels import WIDTH, kept_width
 from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape
-from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
+from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 
 def workload(shape: Shape, setting: Setting) -> Workload:
@@ -40,7 +40,7 @@ class Sized(Shape):
     def resized(self) -> Callable[[int], Sized]:
         return lambda seq: replace(self, seq=seq)
 
-    def may_cut(self, tp: int, cp: int) -> bool:
+    def may_shard(self, tp: int, cp: int) -> bool:
         return self.heads % tp == 0 and self.inner % tp == 0 and self.seq % cp == 0
 
     def work(self, setting: Setting) -> Workload:
@@ -93,7 +93,7 @@ class Layers:
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
-        ops = [tuple(quantised(tuple(beside_products(p)) if t.async_tp else p)) for p in parts]
+        ops = [tuple(quantised(tuple(overlapped_with_matmuls(p)) if t.async_tp else p)) for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         attention = s.attention_params / t.tp + s.norm_params / 2
         params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)

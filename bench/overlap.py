@@ -56,7 +56,7 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
     import torch.distributed as dist
 
     from weft.nn.functional import matmul_all_reduce
-    from weft.nn.over_group import packed_product
+    from weft.nn.over_group import packed_matmul
     from weft.nn.strategies import Strategy
     from weft.tune import tune_matmul
 
@@ -67,7 +67,7 @@ def measure(rank: int, world: int, link: str, size: int, rounds: int) -> dict[st
     error = check(x, w, ways)
     calls = {
         "gemm": lambda: torch.mm(x, w.T, out=y),
-        "packed gemm": lambda: packed_product(w, size)(x, y),
+        "packed gemm": lambda: packed_matmul(w, size)(x, y),
         "all_reduce": lambda: dist.all_reduce(y),
     }
     calls |= {str(way): (lambda way=way: matmul_all_reduce(x, w, None, way)) for way in ways}

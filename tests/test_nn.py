@@ -38,7 +38,7 @@ def test_a_block_of_two_layers_and_its_gradients(world: int, tmp_path: Path) -> 
             want = second(torch.nn.functional.gelu(first(whole)))
             seed = torch.randn_like(want)
             want.backward(seed)
-            a, b = wn.AllGatherLinear.of(first, way=way), wn.LinearReduceScatter.of(second, way=way)
+            a, b = wn.AllGatherLinear.of(first, strategy=way), wn.LinearReduceScatter.of(second, strategy=way)
             x = whole.detach().chunk(world)[rank].clone().requires_grad_()
             for _ in range(2):  # the second time on memory that was used before
                 x.grad = None
@@ -61,7 +61,7 @@ def test_a_layer_that_ends_in_a_sum(tmp_path: Path) -> None:
             layer = nn.Linear(30, 7)
             x = torch.randn(4, 12, 30)
             want = layer(x)
-            mine = wn.LinearAllReduce.of(layer, way=way)
+            mine = wn.LinearAllReduce.of(layer, strategy=way)
             part = x.chunk(3, -1)[rank].clone().requires_grad_()
             got = mine(part)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -81,13 +81,13 @@ def test_rows_that_cannot_be_cut_are_refused_or_run_plainly(tmp_path: Path) -> N
             wn.LinearReduceScatter(5, 4)
         x = torch.randn(6, 6)
         plain = wn.linear_all_reduce(x, w)
-        torch.testing.assert_close(wn.linear_all_reduce(x, w, way=wn.Strategy("group", 4)), plain)
+        torch.testing.assert_close(wn.linear_all_reduce(x, w, strategy=wn.Strategy("group", 4)), plain)
         packed = wn.Strategy("group", 4, taper=0.7, packed=True)
         assert str(packed) == "group, 4 chunks, each 0.7 of the last, packed"
         for dtype in (torch.float32, torch.float64):  # the second has no such product, and takes torch's own
-            torch.testing.assert_close(wn.linear_all_reduce(x.to(dtype), w.to(dtype), way=packed), plain.to(dtype), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(wn.linear_all_reduce(x.to(dtype), w.to(dtype), strategy=packed), plain.to(dtype), rtol=1e-5, atol=1e-5)
         weight = w.clone().requires_grad_()
-        wn.linear_all_reduce(x, weight, way=packed).sum().backward()
+        wn.linear_all_reduce(x, weight, strategy=packed).sum().backward()
         torch.testing.assert_close(weight.grad, x.sum(0).expand(5, 6))
 
     run_ranks(2, job, tmp_path)

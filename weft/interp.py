@@ -35,7 +35,7 @@ def run_global(
     values: dict[Node, Value] = {}
     last = {a: node for node in program.nodes for a in node.args} | {n: None for _, n in program.outputs}
     for node in program.nodes:
-        values[node] = _whole(inputs, node) if node.op.is_input else _meaning(node, [values[a] for a in node.args], prime)
+        values[node] = _full(inputs, node) if node.op.is_input else _meaning(node, [values[a] for a in node.args], prime)
         if device is not None and not node.args and isinstance(values[node], torch.Tensor):
             values[node] = values[node].to(device)
         for a in {a for a in node.args if last[a] is node}:
@@ -50,7 +50,7 @@ def _take(inputs: Mapping[str, Any], node: Node) -> Any:
     return inputs[name]
 
 
-def _whole(inputs: Mapping[str, Any], node: Node) -> Any:
+def _full(inputs: Mapping[str, Any], node: Node) -> Any:
     value = _take(inputs, node)
     shape = getattr(value, "shape", None)
     if shape is None or tuple(shape) != node.shape:
@@ -189,14 +189,14 @@ def denote(locals_: list[Any], type_: Type, *, tolerance: float = 0.0, prime: in
     values: dict[tuple[int, ...], Any] = {tuple(mesh.coords(r).values()): x for r, x in enumerate(locals_)}
     for i in range(len(mesh.axes) - 1, -1, -1):  # fold the held axes away, innermost first
         axis = mesh.axes[i]
-        if layout.where_cut(axis) is not None:
+        if layout.where_sharded(axis) is not None:
             continue
         merged: dict[tuple[int, ...], Any] = {}
         for key in sorted({(*k[:i], 0, *k[i + 1 :]) for k in values}):
             group = [values[(*key[:i], j, *key[i + 1 :])] for j in range(mesh.sizes[axis])]
             merged[key] = _fold(group, held.get(axis), tolerance, prime, axis)
         values = merged
-    return _put_together(values, layout)
+    return _joined(values, layout)
 
 
 def _fold(group: list[Any], place: Any, tolerance: float, prime: int | None, axis: str) -> Any:
@@ -227,7 +227,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
     return f"shapes {list(a.shape)} and {list(b.shape)}" if a.shape != b.shape else f"{(a.double() - b.double()).abs().max():.3g}"
 
 
-def _put_together(values: Mapping[tuple[int, ...], Any], layout: Layout) -> torch.Tensor:
+def _joined(values: Mapping[tuple[int, ...], Any], layout: Layout) -> torch.Tensor:
     first = next(x for x in values.values() if x is not None)
     out = first.new_zeros(layout.shape)
     for key, x in values.items():
@@ -250,6 +250,6 @@ def run(
     program: Program, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, prime: int | None = None, tolerance: float = 1e-9
 ) -> dict[str, torch.Tensor]:
     """Global inputs in, global outputs out, through every rank of the mesh."""
-    spread = {name: distribute(_whole(inputs, n), n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
+    spread = {name: distribute(_full(inputs, n), n.type, seed + i, prime) for i, (name, n) in enumerate(program.input_names.items())}
     outs = run_ranks(program, spread, prime=prime)
     return {name: denote(outs[name], n.type, tolerance=tolerance, prime=prime) for name, n in program.outputs}

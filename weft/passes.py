@@ -23,7 +23,7 @@ from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.spec import Spec
-from weft.plan.split import Stage, chosen_cuts, numbered, split
+from weft.plan.split import Stage, chosen_ends, numbered, split
 from weft.rewrite.updates import by_definition, by_rows
 from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
@@ -178,7 +178,7 @@ def split_stages(
     held, options = input_layouts(captured.program, spec, captured.states, pinned)
     found = found or FoundStages()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
-    cuts = found.cuts if known else chosen_cuts(captured, spec.virtual_stages)
+    cuts = found.cuts if known else chosen_ends(captured, spec.virtual_stages)
     regions = regions_of(captured, spec.again) if found.recomputed is None else found.recomputed
     stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)

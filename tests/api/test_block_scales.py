@@ -18,7 +18,7 @@ from weft.cost.work import Gemm, records
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
 from weft.interp import run_global
-from weft.ops.low import ROUNDING, block_product
+from weft.ops.low import ROUNDING, block_matmul
 from weft.passes import Draft
 from weft.plan.spec import Spec
 
@@ -106,7 +106,7 @@ def test_products_are_within_the_stated_rounding(weights: tuple[bool, bool]) -> 
     x, y = (torch.randn(n, 256, generator=gen, dtype=torch.float64) for n in (5, 128))
     x[:, 128:] *= 1e6
     y[:, 128:] *= 1e-6
-    p = trace(lambda x, y: block_product("ik,nk->in", x, y, torch.float64, weights), Mesh(dp=1), x=tensor("f64", 5, 256), y=tensor("f64", 128, 256))
+    p = trace(lambda x, y: block_matmul("ik,nk->in", x, y, torch.float64, weights), Mesh(dp=1), x=tensor("f64", 5, 256), y=tensor("f64", 128, 256))
     off = (next(iter(run_global(p, {"x": x, "y": y}).values())) - x @ y.t()).abs()
     blocks = [(a.abs().amax(1)[:, None], b.abs().amax() if weights[1] else b.abs().amax(1)) for a, b in zip(x.split(128, 1), y.split(128, 1), strict=True)]
     tiny = sum(3 * 128 * a * b / 458752 for a, b in blocks)
@@ -127,6 +127,7 @@ def test_its_matmuls_are_priced_as_8_bit_ones() -> None:
 
 
 def test_other_words_are_refused() -> None:
+    model = Net()
     with pytest.raises(PlanError, match="no precision 'fp8-tile'") as caught:
-        parallelize(Net(), loss, torch.optim.AdamW(Net().parameters()), batch(0), precision="fp8-tile")
+        parallelize(model, loss, torch.optim.AdamW(model.parameters()), batch(0), precision="fp8-tile")
     assert '"fp8-block"' in str(caught.value)

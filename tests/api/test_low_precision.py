@@ -17,7 +17,7 @@ from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
 from weft.interp import run_global
-from weft.ops.low import ROUNDING, scaled_product
+from weft.ops.low import ROUNDING, scaled_matmul
 from weft.passes import Draft
 from weft.plan.spec import Spec
 
@@ -111,7 +111,7 @@ def test_products_are_within_the_stated_rounding() -> None:
     gen = torch.Generator().manual_seed(0)
     x, y = (torch.randn(*s, generator=gen, dtype=torch.float64) * torch.logspace(-3, 3, s[0])[:, None] for s in ((5, 16), (7, 16)))
     x[2], y[3, 1:] = 0, 0
-    p = trace(lambda x, y: scaled_product("ik,nk->in", x, y, torch.float64), Mesh(dp=1), x=tensor("f64", 5, 16), y=tensor("f64", 7, 16))
+    p = trace(lambda x, y: scaled_matmul("ik,nk->in", x, y, torch.float64), Mesh(dp=1), x=tensor("f64", 5, 16), y=tensor("f64", 7, 16))
     off = (next(iter(run_global(p, {"x": x, "y": y}).values())) - x @ y.t()).abs()
     tiny = 3 * 16 * x.abs().amax(1)[:, None] * y.abs().amax(1) / 458752
     assert bool((off <= ROUNDING * (x.abs() @ y.abs().t()) + tiny).all())
@@ -128,6 +128,7 @@ def test_gathered_weights_travel_in_8_bits() -> None:
 
 
 def test_other_words_are_refused() -> None:
+    model = Net()
     with pytest.raises(PlanError, match="no precision 'fp4'") as caught:
-        parallelize(Net(), loss, torch.optim.AdamW(Net().parameters()), batch(0), precision="fp4")
+        parallelize(model, loss, torch.optim.AdamW(model.parameters()), batch(0), precision="fp4")
     assert '"fp8"' in str(caught.value)

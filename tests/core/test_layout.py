@@ -130,7 +130,7 @@ def test_positions_and_local_shape(case: tuple[Mesh, Layout]) -> None:
 def test_uncut_holds_what_all_ranks_of_the_axis_held(case: tuple[Mesh, Layout]) -> None:
     mesh, layout = case
     for axis in mesh.axes:
-        cut = layout.where_cut(axis)
+        cut = layout.where_sharded(axis)
         whole = unless(lambda axis=axis: layout.uncut(axis), "cannot be gathered under")
         if whole is None:
             continue
@@ -191,11 +191,11 @@ def test_reshape_moves_nothing(case: tuple[Mesh, Layout], data: st.DataObject) -
 def _some_reshape(layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether any layout of the new shape has every rank hold the same elements by the same axes."""
     mesh = layout.mesh
-    cut = {a for a in mesh.axes if layout.where_cut(a) is not None}
+    cut = {a for a in mesh.axes if layout.where_sharded(a) is not None}
     same = (
         new
         for new in layouts(mesh, shape, held=False)
-        if {a for a in mesh.axes if new.where_cut(a) is not None} == cut
+        if {a for a in mesh.axes if new.where_sharded(a) is not None} == cut
         and all(flat_held(new, at) == flat_held(layout, at) for at in mesh.places())
     )
     return next(same, None) is not None

@@ -10,7 +10,7 @@ from weft.core.program import Program
 from weft.cost.memory import live_bytes, peak_bytes
 from weft.cost.price import device_seconds, on_mesh
 from weft.cost.simulate import predict
-from weft.cost.work import Collective, Gemm, MemoryBound, Op, by_place, product_sizes, records
+from weft.cost.work import Collective, Gemm, MemoryBound, Op, by_place, matmul_sizes, records
 from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
@@ -135,7 +135,7 @@ def test_uneven_pieces_are_padded_and_cut() -> None:
 def test_uneven_parts_count_as_the_largest() -> None:
     program = trace(lambda a, b: a @ b, Mesh(dp=4), a=tensor("f32", 10, 8, dp=S(0)), b=tensor("f32", 8, 6))
     (product,) = [n for n in program.nodes if n.op.name == "matmul"]
-    assert product_sizes(product) == (3, 6, 8, 1)
+    assert matmul_sizes(product) == (3, 6, 8, 1)
 
 
 def test_views_and_inputs_cost_nothing() -> None:

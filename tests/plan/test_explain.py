@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weft.core.errors import PlanError
-from weft.plan.explain import _said, changes, explain
+from weft.plan.explain import _decision_words, changes, explain
 from weft.plan.plan import Plan
 from weft.plan.planner import Request, make_plan
 from weft.plan.search import CLOSE
@@ -39,7 +39,7 @@ def test_what_is_said_to_win_is_decided_so_when_planned_there(plan: Plan) -> Non
         kind, _, size = at.partition(" ")
         asked = {"sequence": {"seq": int(size.replace(",", "")), "batch": 8}, "batch": {"batch": int(size.replace(",", ""))}}[kind]
         there = make_plan(Request("gpt2", "1x2xA100", **asked, fastest=True))
-        assert isinstance(there, Plan) and _said(decision, there.setting.named(decision)) == words
+        assert isinstance(there, Plan) and _decision_words(decision, there.setting.named(decision)) == words
     assert all("unchanged for" in r.flips for r in found.values() if not r.factor)
 
 

@@ -12,7 +12,7 @@ from weft import S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import capture
-from weft.plan.named import input_layouts, tensor_cuts
+from weft.plan.named import input_layouts, tensor_shards
 from weft.plan.place import place
 from weft.plan.spec import Spec
 
@@ -48,7 +48,7 @@ def parameters(program: Program) -> dict[str, Node]:
 def test_a_shared_projection_is_cut_inside_each_of_its_parts(by: str) -> None:
     model, x = Attention(by).double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
     program = capture(model, x, loss, gradients=True).program
-    cuts = tensor_cuts(program, program.output_names["loss"], parameters(program), 2)
+    cuts = tensor_shards(program, program.output_names["loss"], parameters(program), 2)
     assert cuts == {"param.qkv.weight": S(0, within=WIDTH), "param.qkv.bias": S(0, within=WIDTH), "param.out.weight": S(1)}
 
     named = Spec(tp=2)
@@ -60,10 +60,10 @@ def test_a_shared_projection_is_cut_inside_each_of_its_parts(by: str) -> None:
     torch.testing.assert_close(found["loss"], wanted.detach())
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[f"d.param.{name}"], p.grad)
-    assert placed.find_all("attention")[0].args[0].layout.where_cut("tp") is not None
+    assert placed.find_all("attention")[0].args[0].layout.where_sharded("tp") is not None
 
 
 def test_what_cannot_be_cut_evenly_stays_whole() -> None:
     model, x = Attention("view"), torch.randn(2, 6, WIDTH)
     program = capture(model, x, loss).program
-    assert tensor_cuts(program, program.output_names["loss"], parameters(program), 3) == {}
+    assert tensor_shards(program, program.output_names["loss"], parameters(program), 3) == {}

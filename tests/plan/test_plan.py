@@ -16,7 +16,7 @@ from weft.cost.interval import equal_within
 from weft.plan.plan import Plan, load, parse
 from weft.plan.planner import Request, make_plan, usual_batch
 from weft.plan.setting import Setting
-from weft.plan.summaries import differences, rows, told
+from weft.plan.summaries import differences, plan_text, rows
 
 MOVE = {"rule": "stack_columns", "op": "concat", "at": 0, "way": 0, "places": 1, "forward": True}
 
@@ -130,4 +130,4 @@ def test_what_waits_for_the_host_is_planned_plain(tmp_path) -> None:
     assert causes["host"] > causes["compute"] and (made.setting.dp, made.setting.pp, made.setting.zero) == (8, 1, 0)
     made.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json").predicted == made.predicted
-    assert any("pp" in other for other in made.predicted["equal_ms"]) and "the error of a step that waits for the host" in told(made)
+    assert any("pp" in other for other in made.predicted["equal_ms"]) and "the error of a step that waits for the host" in plan_text(made)

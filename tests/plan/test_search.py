@@ -13,7 +13,7 @@ from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan, sized_stack
 from weft.plan.search import CLOSE, Found, Nothing, Search
 from weft.plan.space import Limits, PlanProblem, candidates, parse_pins, shardings
-from weft.plan.stages import as_if, deal, shared, uneven
+from weft.plan.stages import as_if, shared, split_batch, uneven
 from weft.plan.transformer import Shape
 
 SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
@@ -106,9 +106,9 @@ def test_uneven_layers_beat_even_ones_where_the_head_is_heavy() -> None:
 
 
 def test_deal_gives_fast_copies_more() -> None:
-    taken = deal(24, (4, 4), lambda kind, n: n * (1.0, 2.0)[kind])
+    taken = split_batch(24, (4, 4), lambda kind, n: n * (1.0, 2.0)[kind])
     assert taken == (4, 2)
-    assert deal(13, (4, 4), lambda kind, n: float(n)) is None
+    assert split_batch(13, (4, 4), lambda kind, n: float(n)) is None
 
 
 def test_unequal_devices_share_by_speed() -> None:

@@ -15,7 +15,7 @@ from weft.core.node import Type
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.plan.spec import Spec
-from weft.plan.split import Forward, balanced, chosen_cuts, split
+from weft.plan.split import Forward, balanced, chosen_ends, split
 from weft.transform.phases import in_turn
 from weft.transform.pipeline import border
 from weft.transform.recompute import recomputed, regions_of
@@ -61,13 +61,13 @@ class _Crossed(torch.nn.Module):
 def test_several_values_pass_where_one_alone_does_not() -> None:
     model, x = _Crossed().double(), torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     cap = capture(model, x, lambda m, b: m(b), torch.optim.AdamW(model.parameters()))
-    assert len(Forward(cap).ends) < 5 and max(map(len, chosen_cuts(cap, 6))) > 1
+    assert len(Forward(cap).ends) < 5 and max(map(len, chosen_ends(cap, 6))) > 1
     _are_the_step(cap, x, 6)
 
 
 def _are_the_step(cap: Captured, batch: Any, stages: int) -> None:
     values = cap.inputs(batch)
-    made = split(cap, stages, chosen_cuts(cap, stages))
+    made = split(cap, stages, chosen_ends(cap, stages))
     acts: dict[str, Any] = {}
     for s in made:
         acts |= interp.run_global(s.forward, {n: {**values, **acts}[n] for n in s.forward.input_names})
@@ -90,7 +90,7 @@ def test_a_decoder_that_begins_before_its_encoder_is_cut_behind_it() -> None:
     batch = {k: torch.randn(4, n, 8, dtype=torch.float64) for k, n in (("src", 5), ("tgt", 6))}
     cap = capture(model, batch, lambda m, b: m(b["src"], b["tgt"]).square().mean(), torch.optim.SGD(model.parameters()))
     values, acts = cap.inputs(batch), dict[str, Any]()
-    for s in split(cap, 4, chosen_cuts(cap, 4)):
+    for s in split(cap, 4, chosen_ends(cap, 4)):
         acts |= interp.run_global(s.forward, {n: {**values, **acts}[n] for n in s.forward.input_names})
     torch.testing.assert_close(acts["loss"], model(batch["src"], batch["tgt"]).square().mean().detach(), rtol=1e-12, atol=1e-12)
 
@@ -103,7 +103,7 @@ def _gradients(cap: Captured) -> Any:
 
 def test_a_stage_reads_no_parameter_of_another_and_the_work_is_even() -> None:
     cap, _ = captured("llama3-8b", layers=6)
-    chosen = chosen_cuts(cap, 3)
+    chosen = chosen_ends(cap, 3)
     made = split(cap, 3, chosen)
     read = [{n for n in s.forward.input_names if n.startswith("param.blocks.")} for s in made]
     assert not any(a & b for a, b in itertools.combinations(read, 2))

@@ -94,5 +94,5 @@ def test_an_odd_vocabulary_is_no_reason_to_share_products_and_padding_it_is_offe
     (advice, ms), = plan.predicted["padded_ms"].items()
     assert advice.startswith("pad the vocabulary 50257 -> 50304, with dp4")
     assert ms < 0.95 * plan.step_ms
-    assert f"tip: {advice}: {ms:,.1f} ms" in words.told(plan)
+    assert f"tip: {advice}: {ms:,.1f} ms" in words.plan_text(plan)
     assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).predicted  # 128256 is a multiple of 128

@@ -29,7 +29,7 @@ from weft.rewrite.prove.forms import form
 from weft.rewrite.prove.ladder import Effort
 from weft.rewrite.rulefile import parse_rule
 from weft.rewrite.schema import Schema
-from weft.rewrite.search import both_ways, moves
+from weft.rewrite.search import both_directions, moves
 
 QUICK = Effort(per_mesh=2, symbolic=2)
 
@@ -149,7 +149,7 @@ def test_shipped_conditions_are_needed() -> None:
 # -- found without being told: from the shipped discovered rules alone
 
 FOUND = [c.schema for c in shipped("discovered.json")[0]]
-RULES = both_ways(FOUND)
+RULES = both_directions(FOUND)
 
 
 def reached(p: Program, want: Callable[[Program], bool], depth: int = 3, rules: list[Schema] = RULES) -> Program:

@@ -13,7 +13,7 @@ from weft.core.program import Program
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 from weft.rewrite import algebra, parallel
 from weft.rewrite.check import check
-from weft.rewrite.search import Use, both_ways, made, moves, search, uses
+from weft.rewrite.search import Use, both_directions, made, moves, search, uses
 
 RULES = {r.name: r for r in (*parallel.rules(), *algebra.rules())}
 
@@ -87,7 +87,7 @@ def test_no_rule_no_change() -> None:
 
 def test_every_move_keeps_the_meaning() -> None:
     p = trace(lambda x, w: weft.relu(weft.all_reduce(x @ w, "tp")), Mesh(tp=2), x=f64(4, 6, tp=S(1)), w=f64(6, 4, tp=S(0)))
-    reached = list(moves(p, both_ways([*parallel.rules(), *algebra.rules()])))
+    reached = list(moves(p, both_directions([*parallel.rules(), *algebra.rules()])))
     assert len(reached) > 5
     for name, q in reached:
         assert check(p, q, run=False).equal, f"{name}\n{q}"
@@ -95,7 +95,7 @@ def test_every_move_keeps_the_meaning() -> None:
 
 def test_a_use_of_a_rule_leads_the_same_way_again() -> None:
     p = trace(lambda x, w, v: (x @ w) @ v + (x @ v) @ w, Mesh(), x=f64(4, 4), w=f64(4, 4), v=f64(4, 4))
-    rules = both_ways(some("matmul_regroup"))
+    rules = both_directions(some("matmul_regroup"))
     found = list(uses(p, rules))
     assert [str(use) for use, _ in found] == ["matmul_regroup x2", "matmul_regroup"]
     for use, there in found:
@@ -106,7 +106,7 @@ def test_a_use_of_a_rule_leads_the_same_way_again() -> None:
 
 def test_a_use_that_cannot_be_made_is_refused() -> None:
     p = trace(lambda x, w: x @ w, Mesh(), x=f64(4, 4), w=f64(4, 4))
-    rules = both_ways(some("matmul_regroup"))
+    rules = both_directions(some("matmul_regroup"))
     for use, needed in (
         (Use("no_such", "matmul", 0), "needed  a proved rule"), (Use("matmul_regroup", "matmul", 1), "needed  matmul 1 of"),
         (Use("matmul_regroup", "matmul", 0), r"does not match\n\n +needed  matmul\(matmul"),

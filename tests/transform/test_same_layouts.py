@@ -55,6 +55,6 @@ def test_sizes_that_cannot_be_cut_so_are_whole() -> None:
 
     before, after = (trace(made, Mesh(), x=f32(8, 6), w=f32(6, n)) for n in (4, 3))
     found = with_same_layouts(placed(before), after)
-    assert same_erased(after, found.program) and found.program.input_names["w"].layout.where_cut("tp") is None
+    assert same_erased(after, found.program) and found.program.input_names["w"].layout.where_sharded("tp") is None
     x, w = torch.randn(8, 6), torch.randn(6, 3)
     torch.testing.assert_close(weft.interp.run(found.program, {"x": x, "w": w})["out"], x @ w)

@@ -174,7 +174,7 @@ def decide(
 
 
 def fill(
-    pool: Pool, others: Others | None = None, by_name: bool = False, say: Callable[[str], None] = lambda _: None,
+    pool: Pool, others: Others | None = None, by_name: bool = False, progress: Callable[[str], None] = lambda _: None,
     more: Callable[[], Iterable[Spec]] = tuple,
 ) -> Pool:  # fmt: skip
     """The pool with every plan it can have, those in it last that need not be looked at further; `more` where not all of them fit."""
@@ -183,12 +183,12 @@ def fill(
     for named in filter(pool.allows, sorted(every, key=_sharing) if pool.in_haste else every):
         if pool.is_beaten(named):
             continue
-        say(str(named))
+        progress(str(named))
         pool.try_spec(named)
         for name, own in (others or {}).items():
             if named.tp > 1:
                 pool.try_named(f"{named} as {name}", named, replace(request, pins=(*own, *request.pins)))
-    say("stages")
+    progress("stages")
     pool.try_stages()
     pool.fit_into_memory()
     for named in more() if pool.crowded else ():
@@ -196,9 +196,9 @@ def fill(
     pool.reorder()
     pool.schedule()
     if not by_name:
-        say("layouts")
+        progress("layouts")
         pool.try_layouts()
-        say("rules")
+        progress("rules")
         pool.try_rules()
     return pool
 

@@ -25,7 +25,7 @@ from weft.frontend.capture.model import uncompiled
 from weft.frontend.capture.places import holds_traced
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
-from weft.plan.named import input_layouts, tensor_cuts
+from weft.plan.named import input_layouts, tensor_shards
 from weft.plan.place import Placements, place
 from weft.plan.spec import Spec
 
@@ -142,7 +142,7 @@ class Inference:
             return {}
         held = {held for _, held in program.state}
         may = {n: node for n, node in program.input_names.items() if node.role is Role.PARAMETER or n in held}
-        cuts = tensor_cuts(program, program.outputs[0][1], may, self.named.tp)
+        cuts = tensor_shards(program, program.outputs[0][1], may, self.named.tp)
         return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
 
 

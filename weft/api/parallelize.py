@@ -76,8 +76,8 @@ def parallelize(
     A model on the meta device gets its values from `weights`, or from its own initialisation under `seed`; each rank keeps its shards only.
     A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
     """
-    require_optimizer(optimizer)
     require_torchs(model, optimizer)
+    require_optimizer(model, optimizer)
     model = uncompiled(model)
     asked = Options.of(options, settings)
     where = device_for(model, device)

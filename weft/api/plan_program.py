@@ -59,7 +59,7 @@ def plan_program(
     asked.pool.thorough = objective == "memory"  # what is left out of a large pool is what is slower
     say(f"{len(asked.pool.captured.program.nodes)} nodes")
     try:
-        fill(asked.pool, by_name=asked.is_fixed, say=say, more=more)
+        fill(asked.pool, by_name=asked.is_fixed, progress=say, more=more)
     except PlanError as e:
         why = asked.shortage() or e.found or e.message
         return Infeasible(why, "", {"weft": why})
@@ -213,7 +213,7 @@ def explain_program(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:
     """Each decision against the best plan found that decides it otherwise. Searches again, since a plan keeps only what won."""
     asked = Candidates.of(plan)
     asked.pool.thorough = True
-    pool, least = fill(asked.pool, by_name=asked.is_fixed, say=say), plan.objective == "memory"
+    pool, least = fill(asked.pool, by_name=asked.is_fixed, progress=say), plan.objective == "memory"
     chosen, found = asked.best(plan.objective), {o.plan: o for o in pool.fitting}
     of = {name: (lambda o, of=of: of(pool.programs[o.plan][0])) for name, of in DECISIONS.items()}  # type: ignore[misc]
     of["layouts"] = lambda o: "by the solver" if o.plan.startswith(SOLVER) else "by name"  # type: ignore[misc]

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
 from weft.core.layout import Layout
 from weft.core.program import Program
-from weft.ops.source import input_held
+from weft.ops.source import input_in_layout
 from weft.runtime import memory
 from weft.runtime.replay import is_accelerator, mark, pinned
 from weft.transform.updates import is_update, unfold_updates, updated
@@ -73,7 +73,7 @@ def _as_updated(single: Program, sharded: Program) -> Program:
 def _with_inputs(single: Program, sharded: Program) -> Program:
     """The captured program with every input the other has: what a measurement carries through it is read by none of its nodes."""
     more = [n for name, n in sharded.input_names.items() if name not in single.input_names]
-    own = [input_held(n, Layout.of(single.mesh, n.shape)) for n in more]
+    own = [input_in_layout(n, Layout.of(single.mesh, n.shape)) for n in more]
     return single.with_outputs(single.outputs, "", inputs=(*single.inputs, *own)) if more else single
 
 

@@ -209,7 +209,7 @@ class StepState:
 def gathered(type_: Type, local: Tensor | None, compiled: Any) -> Tensor:
     """A value in full on every rank, from what each holds, if anything."""
     layout = type_.layout
-    everywhere = all(layout.where_cut(a) is None for a in layout.mesh.axes) and not layout.held
+    everywhere = all(layout.where_sharded(a) is None for a in layout.mesh.axes) and not layout.held
     if local is not None and (not dist.is_initialized() or everywhere):
         return local
     shapes = [layout.local_shape(at) if layout.present(at) else None for at in layout.mesh.places()]

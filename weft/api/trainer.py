@@ -52,12 +52,12 @@ class Trainer(transformers.Trainer):
             return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **more)
         prepare = self.accelerator.prepare
         try:
-            self.accelerator.prepare = self._whole_batches
+            self.accelerator.prepare = self._full_batches
             return super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, is_training=is_training, **more)
         finally:
             self.accelerator.prepare = prepare
 
-    def _whole_batches(self, loader: DataLoader[Any]) -> Any:
+    def _full_batches(self, loader: DataLoader[Any]) -> Any:
         config = self.accelerator.dataloader_config
         return prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=self.accelerator.device_placement,

@@ -157,9 +157,9 @@ def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[st
 
 def show(plan: Plan, seconds: float | None, to: Console) -> None:
     """The plan as a table a person reads in a minute."""
-    from weft.plan.summaries import told
+    from weft.plan.summaries import plan_text
 
-    to.print(told(plan, seconds), highlight=False, markup=False)
+    to.print(plan_text(plan, seconds), highlight=False, markup=False)
 
 
 def _show_other(text: str, made: Plan | Infeasible, other: Plan | Infeasible) -> None:

@@ -42,12 +42,12 @@ def bandwidth(large: int, small: int) -> dict[str, float]:
     """Bytes a second of passes that write to other memory, over so many bytes at once and over a few, and of one over what it read:
     what is written elsewhere is fetched first, so it costs half as much again."""
 
-    def apart(size: int) -> float:
+    def out_of_place(size: int) -> float:
         half = (size // 8,)
         return size / among(each_cold(lambda x, y: lambda: torch.add(x, 1.0, out=y), half, half), 0.2)
 
     x = torch.zeros(large // 8)
-    return {"rate.memory": apart(large), "rate.cache": apart(small), "rate.in_place": large / among([lambda: x.add_(1.0)], 0.2)}
+    return {"rate.memory": out_of_place(large), "rate.cache": out_of_place(small), "rate.in_place": large / among([lambda: x.add_(1.0)], 0.2)}
 
 
 def by_op() -> dict[str, float]:

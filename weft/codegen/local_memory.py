@@ -28,7 +28,7 @@ class LocalShape:
 
 
 def local_shape_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> LocalShape:
-    at = layout.where_cut(axis)
+    at = layout.where_sharded(axis)
     assert at is not None
     d, k = at
     local = layout.local_shape(coords)

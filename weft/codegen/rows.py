@@ -71,7 +71,7 @@ class Rows:
             cut_dims = [d for d, (here, all_) in enumerate(zip(self.largest, self.domain.shape, strict=True)) if here != all_]
             return max(cut_dims, default=0)
         if role in WHOLE:
-            cut = self.domain.where_cut(self.axis or "")
+            cut = self.domain.where_sharded(self.axis or "")
             return 0 if cut is None or math.prod(held[: cut[0]]) == 1 else cut[0]
         if held == self.largest:
             return 0

@@ -300,7 +300,7 @@ class _Writer:
 
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         was, now = local_shape_of(have, axis, self.at), local_shape_of(want, axis, self.at)
-        if have.where_cut(axis)[0] == want.where_cut(axis)[0]:  # type: ignore[index]
+        if have.where_sharded(axis)[0] == want.where_sharded(axis)[0]:  # type: ignore[index]
             whole = self.gather(x, axis, was, have.uncut(axis))
             return f"comm.done({self.local_slice(f'{whole}.wait()', now, want)})"
         view, (old, new) = _expanded(have, want, axis, self.at)
@@ -363,7 +363,7 @@ def _variable(name: str) -> str:
 
 def _expanded(have: Layout, want: Layout, axis: str, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
     """The local operand with both sharded dims written as [before, part, after], and where the two parts are."""
-    old, new = have.where_cut(axis), want.where_cut(axis)
+    old, new = have.where_sharded(axis), want.where_sharded(axis)
     assert old is not None and new is not None
     local, view, where = have.local_shape(at), list[int](), dict[int, int]()
     for d in range(have.rank):

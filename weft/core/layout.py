@@ -184,7 +184,7 @@ class Layout:
 
     # -- one axis at a time ------------------------------------------------------------------------------------------
 
-    def where_cut(self, axis: str) -> tuple[int, int] | None:
+    def where_sharded(self, axis: str) -> tuple[int, int] | None:
         """The dim and the atom in it that the axis shards."""
         for d, dim in enumerate(self.dims):
             for k, atom in enumerate(dim):
@@ -197,7 +197,7 @@ class Layout:
         for a, p in self.held:
             if a == axis:
                 return p
-        at = self.where_cut(axis)
+        at = self.where_sharded(axis)
         if at is None:
             return R
         return S(at[0], self._within(axis, *at))
@@ -293,7 +293,7 @@ class Layout:
 
     def uncut(self, axis: str) -> Layout:
         """S on the axis becomes R."""
-        at = self.where_cut(axis)
+        at = self.where_sharded(axis)
         if at is None:
             return self
         atoms, lone = finest(self.dims[at[0]], self.mesh)
@@ -444,7 +444,7 @@ def show_layout(layout: Layout) -> str:
 
 
 def _show_place(layout: Layout, axis: str) -> str:
-    at = layout.where_cut(axis)
+    at = layout.where_sharded(axis)
     if at is None:
         return str(layout.placement(axis))
     return f"S({at[0]})" if len(layout.dims[at[0]]) == 1 else f"S({at[0]}.{at[1]})"

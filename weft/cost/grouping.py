@@ -43,7 +43,7 @@ class Kernels:
                 level[n] = 0
                 continue
             level[n] = max((level[a] + (not self.moves(a)) for a in n.args), default=0)
-            if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_product(n):
+            if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_matmul(n):
                 continue
             chain = next((joined[b] for a in n.args if (b := self.base(a)) in joined and self._joins(b, n, level)), None)
             if chain is None:
@@ -78,7 +78,7 @@ class Kernels:
 
     def _moves(self, n: Node) -> bool:
         if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.SOURCE):
-            return not self._work.is_done_by_product(n)
+            return not self._work.is_done_by_matmul(n)
         if n.op.kind is not Kind.WHOLE:
             return False
         size = sum(math.prod(t.layout.largest_local) for t in (*n.types, *(t for a in n.args for t in a.types)))
@@ -93,7 +93,7 @@ class Kernels:
         while True:
             if node.op.kind is Kind.VIEW and len(node.args) == 1:
                 node = node.args[0]
-            elif self._work.is_done_by_product(node):
+            elif self._work.is_done_by_matmul(node):
                 node = next(a for a in node.args if a.op.kind is Kind.CONTRACT)
             else:
                 return node
@@ -107,11 +107,11 @@ class Kernels:
         elif len(nodes) == 1 and nodes[0].op.kind is Kind.VIEW:
             yield MemoryBound("copy", 2.0 * held(nodes[0]), 0)
         elif len(nodes) == 1 and not self._may_join(nodes[0]):
-            yield from self._apart(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
+            yield from self._unfused(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
         else:
             yield from self._chain(nodes)
 
-    def _apart(self, n: Node) -> Iterator[Op]:
+    def _unfused(self, n: Node) -> Iterator[Op]:
         """One op as that system ran it: losses step by step, masks of what a lookup finds in its slice, gradients of the weights of norms
         by two kernels that read all again."""
         ahead, whole = n in self.ahead, n.op.kind is Kind.WHOLE

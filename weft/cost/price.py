@@ -30,10 +30,10 @@ class Costs:
         known: dict[Op, float] = self._known if isinstance(op, Collective) else self.device.priced
         found = known.get(op)
         if found is None:
-            found = known[op] = self._carried(op) if isinstance(op, Collective) else device_seconds(self.device, op)
+            found = known[op] = self._link_seconds(op) if isinstance(op, Collective) else device_seconds(self.device, op)
         return found
 
-    def _carried(self, op: Collective) -> float:
+    def _link_seconds(self, op: Collective) -> float:
         ranks = self.ranks(op.axis)
         if op.peer and ranks.members[0] == ranks.size:
             return collectives.peer_seconds(self.cluster, self.device, op.kind, op.bytes, ranks)

@@ -162,7 +162,7 @@ class Work:
     def of(self, node: Node, placed: Node | None = None) -> list[Op]:
         """What a node is; `placed` is the same node on a mesh, where the program is on none."""
         at = placed or node
-        if self.is_done_by_product(node) or (node.op in (add, pad_op) and self._laid_beside(node)):
+        if self.is_done_by_matmul(node) or (node.op in (add, pad_op) and self._is_padded_part(node)):
             return []
         if _side_by_side(node) or (node.op is concat_op and not self._is_sent(node)):
             return [MemoryBound("concat", 2.0 * nbytes(at.type), 0)]
@@ -173,7 +173,7 @@ class Work:
     def context(self, node: Node) -> object:
         """What of its neighbours a node's records depend on."""
         joins = node.op in (add, pad_op, concat_op)
-        return self.edges(node), joins and (self.is_done_by_product(node), _side_by_side(node), self._laid_beside(node), self._is_sent(node))
+        return self.edges(node), joins and (self.is_done_by_matmul(node), _side_by_side(node), self._is_padded_part(node), self._is_sent(node))
 
     def edges(self, node: Node) -> tuple[tuple[bool, ...], bool]:
         """Which operands enter a kernel at this node, and whether its result leaves it."""
@@ -184,9 +184,9 @@ class Work:
         return tuple(not self._is_chained(a) for a in node.args), leaves
 
     def _is_chained(self, node: Node) -> bool:
-        return self.chained and node.op.kind is Kind.POINTWISE and bool(node.args) and not self.is_done_by_product(node)
+        return self.chained and node.op.kind is Kind.POINTWISE and bool(node.args) and not self.is_done_by_matmul(node)
 
-    def is_done_by_product(self, node: Node) -> bool:
+    def is_done_by_matmul(self, node: Node) -> bool:
         """A bias is added by the matmul it follows."""
         if node.op is not add:
             return False
@@ -196,9 +196,9 @@ class Work:
                 return True
         return False
 
-    def _laid_beside(self, node: Node) -> bool:
+    def _is_padded_part(self, node: Node) -> bool:
         """Whether it is a padded piece, or a sum of some, that is laid side by side with others in one pass."""
-        return any(_side_by_side(u) or self._laid_beside(u) for u in self.program.users[node] if u.op is add)
+        return any(_side_by_side(u) or self._is_padded_part(u) for u in self.program.users[node] if u.op is add)
 
     def _is_sent(self, node: Node) -> bool:
         """Whether what it joins is only sent together, each from where it lies."""
@@ -248,7 +248,7 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
     if kind is Kind.COMM:
         yield from _sent(node)
     elif kind is Kind.CONTRACT:
-        m, n, k, batch = product_sizes(node)
+        m, n, k, batch = matmul_sizes(node)
         yield Gemm(m, n, k, batch, dtype_of(node.args[0]), name, loose=_loose(node))
     elif node.op.pieces is not None:
         yield from _in_pieces(node)
@@ -276,7 +276,7 @@ def _in_pieces(node: Node) -> Iterator[Op]:
     many = math.prod(counts.values())
     for op in of_node(whole):
         if isinstance(op, Gemm):
-            m, n, k, batch = product_sizes(whole, counts)
+            m, n, k, batch = matmul_sizes(whole, counts)
             op = replace(op, m=m, n=n, k=k, batch=batch * many)
         yield replace(op, launches=op.launches * many)
     yield MemoryBound(f"leaves of {whole.op.name}", float(moved), 0, 2 * many)
@@ -339,24 +339,24 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
         yield MemoryBound(name, 2 * taken, 0)
 
 
-def _cuts(node: Node) -> Iterator[tuple[Layout, int, int]]:
+def _sharded_dims(node: Node) -> Iterator[tuple[Layout, int, int]]:
     """Of what a collective takes and gives, the layouts that its axis shards: in which dim, and at which atom of it."""
     for layout in (t.layout for t in (*(a.type for a in node.args), *node.types)):
-        if (at := layout.where_cut(str(node.attr("axis")))) is not None:
+        if (at := layout.where_sharded(str(node.attr("axis")))) is not None:
             yield layout, *at
 
 
 def _strided(node: Node) -> bool:
     """Whether the ranks' pieces do not lie end to end, so that they are copied to where they belong."""
-    return any(math.prod(y.largest_local[:d]) * math.prod(atom.size for atom in y.dims[d][:k]) > 1 for y, d, k in _cuts(node))
+    return any(math.prod(y.largest_local[:d]) * math.prod(atom.size for atom in y.dims[d][:k]) > 1 for y, d, k in _sharded_dims(node))
 
 
 def _uneven(node: Node) -> bool:
     """Whether some ranks' pieces are shorter, so that they are padded to be sent and trimmed afterwards."""
-    return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _cuts(node))
+    return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _sharded_dims(node))
 
 
-def product_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) -> tuple[int, int, int, int]:
+def matmul_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) -> tuple[int, int, int, int]:
     """A contraction as [m, k] x [k, n], so many times over, on the busiest rank; of one of the `pieces` that some labels are split into."""
     eq = equation_of(node)
     assert eq is not None

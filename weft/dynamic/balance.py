@@ -89,10 +89,10 @@ def assign(
     moved = rng.random(total) < mixing
     order[moved] = rng.permutation(order[moved])
     steps = [order[i : i + per_step] for i in range(0, total, per_step)]
-    return [deal(sizes, steps[i], ranks, cost) for i in rng.permutation(len(steps))]
+    return [assign_samples(sizes, steps[i], ranks, cost) for i in rng.permutation(len(steps))]
 
 
-def deal(sizes: Sizes, samples: Ints, ranks: int, cost: Cost) -> list[Ints]:
+def assign_samples(sizes: Sizes, samples: Ints, ranks: int, cost: Cost) -> list[Ints]:
     """Give the samples of one step to ranks: the largest first, each to the rank that then ends soonest."""
     order = samples[np.argsort(-sizes.vertices[samples], kind="stable")]
     hands: list[list[int]] = [[] for _ in range(ranks)]

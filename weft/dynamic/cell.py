@@ -105,12 +105,12 @@ def collected(f: VertexProgram) -> VertexProgram:
     swap = {
         node: stop_gradient(node)
         for source, node in graph.sources.items()
-        if source.role == "d_state" and graph.users[node] and not all(_reads_whole(u, node) for u in graph.users[node])
+        if source.role == "d_state" and graph.users[node] and not all(_reads_full(u, node) for u in graph.users[node])
     }
     return f.with_nodes(swap, "collected") if swap else f
 
 
-def _reads_whole(user: Node, node: Node) -> bool:
+def _reads_full(user: Node, node: Node) -> bool:
     return fusible(user) and lane_shape(user) == lane_shape(node) and domain(user) == "row"
 
 

@@ -46,12 +46,12 @@ class Exchange:
 
     def _mine(self, x: Tensor) -> Tensor:
         """The part of a value replicated along the axis that this rank is to hold."""
-        dim = _cut_dim(self.want, self.axis)
+        dim = _sharded_dim(self.want, self.axis)
         return x.index_select(dim, self.want.positions(dim, dict(self.at)).to(x.device))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """What every rank along the axis holds, put together."""
-        dim, size = _cut_dim(self.have, self.axis), self.have.mesh.size(self.axis)
+        dim, size = _sharded_dim(self.have, self.axis), self.have.mesh.size(self.axis)
         places = [self.have.positions(dim, {**dict(self.at), self.axis: k}) for k in range(size)]
         parts = [x.new_empty([len(p) if d == dim else n for d, n in enumerate(x.shape)]) for p in places]
         dist.all_gather(parts, x.contiguous(), group=self.group)
@@ -69,7 +69,7 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
     if node.op not in (slice_, all_reduce, reduce_scatter, all_gather, all_to_all):
         raise StructureError("a vertex function cannot do this collective", needed="a gather, a slice or a sum", found=node.op.name)
     for layout in (made.have, made.want):
-        cut = layout.where_cut(axis)
+        cut = layout.where_sharded(axis)
         if cut is not None and any(n and layout.shape[cut[0]] % n == 0 for n in (ROWS, EDGES)):
             raise StructureError(
                 "vertices of a batch cannot be spread over ranks", needed="a sharding within the row of a vertex", found=str(layout),
@@ -80,8 +80,8 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
     return _KNOWN.index(made)
 
 
-def _cut_dim(layout: Layout, axis: str) -> int:
-    found = layout.where_cut(axis)
+def _sharded_dim(layout: Layout, axis: str) -> int:
+    found = layout.where_sharded(axis)
     assert found is not None
     return found[0]
 

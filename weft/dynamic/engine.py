@@ -95,7 +95,7 @@ class Batch:
             frame.whole("late")
         if self.plan.backward:
             self._bind(BACKWARD)
-        return [self._whole(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
+        return [self._full_buffer(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
         """Gradients of inputs (by source) and of weights (by identity). `ready` is given each weight gradient, and waited for."""
@@ -107,7 +107,7 @@ class Batch:
         """All that gradients are summed from."""
         floats = [(name, home) for name, home in self.plan.outputs.items() if home.dtype.is_floating_point]
         for (name, home), grad in zip(floats, grads, strict=True):
-            self._whole(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
+            self._full_buffer(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
         for frame in self.frames.values():
             self._clear_messages(frame)
             frame.whole("before")
@@ -162,7 +162,7 @@ class Batch:
                     out = value if out is None else out + value
         return out
 
-    def _whole(self, home: Home) -> Tensor:
+    def _full_buffer(self, home: Home) -> Tensor:
         """A buffer over all classes."""
         return self.workspace.take((home.kind, home.key), (self.layout.rows + 1, *home.shape), home.dtype)
 
@@ -188,7 +188,7 @@ class Batch:
         """The row that stands for an absent child is zero, and so is what a class does not scatter."""
         for name, shape in self.plan.states.items():
             home = Home("state", (name,), "row", shape, self.plan.dtype)
-            self._whole(home)[-1].zero_()
+            self._full_buffer(home)[-1].zero_()
             for frame in self.frames.values():
                 if name not in frame.cell.graph.states:
                     frame.buffer(home).zero_()

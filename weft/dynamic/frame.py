@@ -84,7 +84,7 @@ class Frame:
         return self.local[node]
 
     def _sums_rows(self, node: Node, args: tuple[Any, ...]) -> bool:
-        return self.in_parts and _is_product(node) and matmul.fits(args[0].t(), args[1])
+        return self.in_parts and _is_matmul(node) and matmul.fits(args[0].t(), args[1])
 
     @staticmethod
     def _over_rows(x: Tensor, y: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ class Frame:
         if isinstance(step, Kernel):
             return self._kernel(step)
         home = self.cell.stores.homes.get(step)
-        if _is_product(step) and home is not None and not domain(step.args[1]) and _in_order(home):
-            return self._product(step, home)
+        if _is_matmul(step) and home is not None and not domain(step.args[1]) and _in_order(home):
+            return self._matmul(step, home)
         return self._other(step, home)
 
     def _kernel(self, kernel: Kernel) -> Bound:
@@ -195,7 +195,7 @@ class Frame:
         at = table.ctypes.data
         return lambda span: function(at, span[0], span[1], first_edge)
 
-    def _product(self, node: Node, home: Home) -> Bound:
+    def _matmul(self, node: Node, home: Home) -> Bound:
         """Rows times a matrix, straight into its buffer."""
         left, right = node.args
         out, scratch = self.buffer(home), home.kind == "scratch"
@@ -275,7 +275,7 @@ def _in_order(home: Home) -> bool:
     return not home.at and (home.folded is None or home.folded[0] == 1)
 
 
-def _is_product(node: Node) -> bool:
+def _is_matmul(node: Node) -> bool:
     return node.op.name == "matmul" and node.args[0].ndim == node.args[1].ndim == 2
 
 

@@ -36,7 +36,7 @@ AT = input_name(Source("at"))
 
 def lowered(f: VertexProgram) -> VertexProgram:
     """Local shapes and no mesh; masks drawn apart from what they hide, contractions of matrices as matmuls."""
-    f = _sums_apart(f)
+    f = _separate_sums(f)
     made: dict[Node, Node] = {}
     for n in toposort(node for _, node in f.program.outputs):
         args = tuple(made[a] for a in n.args)
@@ -46,7 +46,7 @@ def lowered(f: VertexProgram) -> VertexProgram:
     return replace(f.with_outputs([(name, made[n]) for name, n in f.program.outputs], "on one rank"), at=None)
 
 
-def _sums_apart(f: VertexProgram) -> VertexProgram:
+def _separate_sums(f: VertexProgram) -> VertexProgram:
     """An op that gives both rows and sums over them, as a norm's gradient does, in ops of one result: sums are made once, over all rounds."""
     swap: dict[Node, Node] = {}
     for n in f.program.nodes:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import StructureError
 from weft.core.node import DTYPE_NAMES, Node
-from weft.dynamic.balance import Cost, Sizes, deal
+from weft.dynamic.balance import Cost, Sizes, assign_samples
 from weft.dynamic.draw import as_data
 from weft.dynamic.native import Ints
 from weft.dynamic.packed import Packed, unpack
@@ -223,7 +223,7 @@ def _hand(s: Structure, hands: Tensor) -> Ints:
         if mine == high - low:
             found.extend(samples.tolist())
         elif mine:
-            for k, part in enumerate(deal(sizes, samples, 2, Cost())):
+            for k, part in enumerate(assign_samples(sizes, samples, 2, Cost())):
                 middle = (low + high) // 2
                 halve(part, *((low, middle), (middle, high))[k])
 

@@ -99,7 +99,7 @@ def compile_plan(
             gone |= set() if has_children else {s for s in function.inputs if s.role in ("slot", "edge")}
             one = specialise(function, gone)
             made[name, has_children] = _with_gradients(one, grads) if needs else one
-    sent = _settle(made)
+    sent = _drop_unused(made)
     graphs = {key: graph_of(collected(lowered(clean(one)))) for key, one in made.items()}
     outputs = output_homes(graphs.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in graphs.items()}
@@ -149,7 +149,7 @@ def _terms(f: VertexProgram, state: str, node: Node) -> dict[tuple[str, ...], No
     return {(state, "vertex"): whole, **({(state, "edge"): functools.reduce(add, reversed(other))} if other else {})}
 
 
-def _settle(made: dict[CellKey, VertexProgram]) -> set[tuple[str, ...]]:
+def _drop_unused(made: dict[CellKey, VertexProgram]) -> set[tuple[str, ...]]:
     """Drop gradients of states nobody gathers, until nothing changes. Returns the messages that are sent."""
     while True:
         sent = {key for one in made.values() for key in one.messages.values()}

@@ -50,7 +50,7 @@ def shard(
     placed = place(whole.program, mesh, inputs)
     want = {n: Layout.of(mesh, placed.output_names[n].shape, {axis: rows[s]} if s in rows else {}) for n, s in whole.states.items()}
     want |= {n: Layout.of(mesh, placed.output_names[n].shape) for n in whole.outputs}
-    placed = placed.with_outputs([(n, _held_as(node, want[n])) for n, node in placed.outputs], "as the states are laid out")
+    placed = placed.with_outputs([(n, _in_layout(node, want[n])) for n, node in placed.outputs], "as the states are laid out")
     at = mesh.coords(rank)
     local = {s: placed.output_names[n].layout.local_shape(at)[1:] for n, s in whole.states.items()}
     inputs_of = placed.input_names
@@ -58,7 +58,7 @@ def shard(
     return replace(whole, program=placed, weights=shares, at=dict(at), groups=groups or {}), local
 
 
-def _held_as(node: Node, want: Layout) -> Node:
+def _in_layout(node: Node, want: Layout) -> Node:
     """The value in a layout; a gather that is undone at once is left out."""
     before = node.args[0] if node.op is all_gather else node
     return before if before.layout == want else reshard(node, want)

@@ -95,7 +95,7 @@ class Schedule:
         _check_arity(s, self.reads, slots, rest)
         self.klass = s.kind * 2 + (s.arity > 0)
         self.batch = (policy(self.policy) if isinstance(self.policy, str) else self.policy)(s, self.klass)
-        self._lay_out()
+        self._place_vertices()
         self._edges(slots, rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Schedule:
         batch = (np.cumsum(used) - 1)[room]
         return Schedule(s, dict(zip(s.kinds, self.reads, strict=True)), lambda *_: batch), np.flatnonzero(used).tolist()
 
-    def _lay_out(self) -> None:
+    def _place_vertices(self) -> None:
         """Order the vertices, then place them: the blocks of the classes, in each the rounds in the order they run."""
         s, count = self.structure, batches(self.batch)
         sizes = np.bincount(self.batch, minlength=count) if count else np.empty(0, np.int64)

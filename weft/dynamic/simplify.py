@@ -73,10 +73,10 @@ def _wide(x: Node, like: Node) -> Node:
 
 def clean(f: VertexProgram) -> VertexProgram:
     """Gradients of parts of a value put side by side, those of weights made as they lie, pointwise ops done in parts where only parts are read."""
-    return _narrowed(_turned(_joined(f)))
+    return _narrowed(_transposed(_joined(f)))
 
 
-def _turned(f: VertexProgram) -> VertexProgram:
+def _transposed(f: VertexProgram) -> VertexProgram:
     """(x' y)' is y' x, which lies in memory as the weight does that it is the gradient of."""
     swap: dict[Node, Node] = {}
     for n in f.program.find_all("permute", lambda n: n.attr("order") == (1, 0)):

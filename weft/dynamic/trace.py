@@ -30,7 +30,7 @@ from weft.dynamic import ops
 from weft.dynamic.schedule import Reads
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
-from weft.frontend.capture.handlers import teach
+from weft.frontend.capture.handlers import register_lowering
 from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
 from weft.ops.embed import put, take
@@ -45,9 +45,9 @@ Function = Callable[[Vertex], None]
 Shape = tuple[int, ...]
 Key = tuple[str, ...]
 
-teach(ops.spread)(lambda x, at: take(x, at, 0))
-teach(ops.segment_sum)(lambda x, at, rows: put(x, at, arange(rows, x.mesh), 0))
-teach(ops.segment_max)(lambda x, at, rows: segment_max(x, at, arange(rows, x.mesh)))
+register_lowering(ops.spread)(lambda x, at: take(x, at, 0))
+register_lowering(ops.segment_sum)(lambda x, at, rows: put(x, at, arange(rows, x.mesh), 0))
+register_lowering(ops.segment_max)(lambda x, at, rows: segment_max(x, at, arange(rows, x.mesh)))
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from weft.nn.strategies import PLAIN, Strategy, choose, divides, key_of
 from weft.runtime import recorded
 
 
-def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Strategy | None, *more: Any) -> Any:
+def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, strategy: Strategy | None, *more: Any) -> Any:
     """The matmul `op` in the way asked for, or chosen for these shapes; plainly where the rows cannot be split so."""
-    chosen = way or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
+    chosen = strategy or choose(key_of(op, x.shape[0], w.shape[0], x.shape[1], x.dtype, group))
     if not _fits(op, rows, group, chosen):
         chosen = Strategy(chosen.over) if _fits(op, rows, group, Strategy(chosen.over)) else PLAIN
     if chosen.over != "peers":
@@ -32,58 +32,58 @@ def _run(op: str, rows: int, x: Tensor, w: Tensor, group: Any, way: Strategy | N
     return recorded.call(key, lambda given: run(given, w, group, chosen, *more), x, lambda: over_peers.rows_for(op, x, group))
 
 
-def _fits(op: str, rows: int, group: Any, way: Strategy) -> bool:
-    return way.over == "group" and op in over_group.UNEVEN or divides(rows, dist.get_world_size(group), way)
+def _fits(op: str, rows: int, group: Any, strategy: Strategy) -> bool:
+    return strategy.over == "group" and op in over_group.UNEVEN or divides(rows, dist.get_world_size(group), strategy)
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any = None, way: Strategy | None = None) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any = None, strategy: Strategy | None = None) -> Tensor:
     _require_even(x.shape[0], group, "rows of x")
-    return _run("matmul_reduce_scatter", x.shape[0], x, w, group, way)  # type: ignore[no-any-return]
+    return _run("matmul_reduce_scatter", x.shape[0], x, w, group, strategy)  # type: ignore[no-any-return]
 
 
-def matmul_all_reduce(x: Tensor, w: Tensor, group: Any = None, way: Strategy | None = None) -> Tensor:
-    return _run("matmul_all_reduce", x.shape[0], x, w, group, way)  # type: ignore[no-any-return]
+def matmul_all_reduce(x: Tensor, w: Tensor, group: Any = None, strategy: Strategy | None = None) -> Tensor:
+    return _run("matmul_all_reduce", x.shape[0], x, w, group, strategy)  # type: ignore[no-any-return]
 
 
-def gather_matmul(x: Tensor, w: Tensor, group: Any = None, way: Strategy | None = None, keep: bool = True) -> tuple[Tensor, Any]:
+def gather_matmul(x: Tensor, w: Tensor, group: Any = None, strategy: Strategy | None = None, keep: bool = True) -> tuple[Tensor, Any]:
     """With `keep`, the gathered rows as well."""
-    return _run("gather_matmul", x.shape[0] * dist.get_world_size(group), x, w, group, way, keep)  # type: ignore[no-any-return]
+    return _run("gather_matmul", x.shape[0] * dist.get_world_size(group), x, w, group, strategy, keep)  # type: ignore[no-any-return]
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Strategy | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, strategy: Strategy | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.group, ctx.way = group, way
-        return matmul_reduce_scatter(x, w, group, way)
+        ctx.group, ctx.strategy = group, strategy
+        return matmul_reduce_scatter(x, w, group, strategy)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        dx, whole = gather_matmul(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.way)
+        dx, whole = gather_matmul(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.strategy)
         return dx, whole.T @ x, None, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Strategy | None) -> Tensor:
-        y, whole = gather_matmul(x, w, group, way, keep=ctx.needs_input_grad[1])
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, strategy: Strategy | None) -> Tensor:
+        y, whole = gather_matmul(x, w, group, strategy, keep=ctx.needs_input_grad[1])
         ctx.save_for_backward(whole, w)
-        ctx.group, ctx.way = group, way
+        ctx.group, ctx.strategy = group, strategy
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         whole, w = ctx.saved_tensors
-        dx = matmul_reduce_scatter(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.way)
+        dx = matmul_reduce_scatter(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.strategy)
         return dx, None if whole is None else dy.T @ whole, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, way: Strategy | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, strategy: Strategy | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        return matmul_all_reduce(x, w, group, way)
+        return matmul_all_reduce(x, w, group, strategy)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -91,19 +91,19 @@ class _AllReduce(torch.autograd.Function):
         return dy @ w, dy.T @ x, None, None
 
 
-def linear_reduce_scatter(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Strategy | None = None) -> Tensor:
+def linear_reduce_scatter(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, strategy: Strategy | None = None) -> Tensor:
     """Rows of x times w^T, summed over the ranks; each rank keeps its slice of the rows. `bias` is added once, after the sum."""
-    return _flat(lambda flat: _ReduceScatter.apply(flat, w, group, way), x, bias)
+    return _flat(lambda flat: _ReduceScatter.apply(flat, w, group, strategy), x, bias)
 
 
-def all_gather_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Strategy | None = None) -> Tensor:
+def all_gather_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, strategy: Strategy | None = None) -> Tensor:
     """The rows of all ranks times this rank's w^T."""
-    return _flat(lambda flat: _AllGather.apply(flat, w, group, way), x, bias)
+    return _flat(lambda flat: _AllGather.apply(flat, w, group, strategy), x, bias)
 
 
-def linear_all_reduce(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, way: Strategy | None = None) -> Tensor:
+def linear_all_reduce(x: Tensor, w: Tensor, bias: Tensor | None = None, *, group: Any = None, strategy: Strategy | None = None) -> Tensor:
     """x w^T summed over the ranks. `bias` is added once, after the sum."""
-    return _flat(lambda flat: _AllReduce.apply(flat, w, group, way), x, bias)
+    return _flat(lambda flat: _AllReduce.apply(flat, w, group, strategy), x, bias)
 
 
 def _flat(run: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,10 +19,10 @@ class _Sharded(nn.Module):
     cut: int
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, way: Strategy | None = None, **kind: Any
+        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, strategy: Strategy | None = None, **kind: Any
     ) -> None:
         super().__init__()
-        self.group, self.way = group, way
+        self.group, self.strategy = group, strategy
         self.in_features, self.out_features = in_features, out_features
         shape = [out_features, in_features]
         world = dist.get_world_size(group)
@@ -35,10 +35,10 @@ class _Sharded(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     @classmethod
-    def of(cls, linear: nn.Linear, *, group: Any = None, way: Strategy | None = None) -> Any:
+    def of(cls, linear: nn.Linear, *, group: Any = None, strategy: Strategy | None = None) -> Any:
         """This rank's slice of a layer that every rank holds in full."""
         kind = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, group=group, way=way, **kind)
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, group=group, strategy=strategy, **kind)
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         with torch.no_grad():
             layer.weight.copy_(linear.weight.chunk(world, cls.cut)[rank])
@@ -53,7 +53,7 @@ class AllGatherLinear(_Sharded):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return all_gather_linear(x, self.weight, self.bias, group=self.group, way=self.way)
+        return all_gather_linear(x, self.weight, self.bias, group=self.group, strategy=self.strategy)
 
 
 class LinearReduceScatter(_Sharded):
@@ -62,7 +62,7 @@ class LinearReduceScatter(_Sharded):
     cut = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_reduce_scatter(x, self.weight, self.bias, group=self.group, way=self.way)
+        return linear_reduce_scatter(x, self.weight, self.bias, group=self.group, strategy=self.strategy)
 
 
 class LinearAllReduce(_Sharded):
@@ -71,4 +71,4 @@ class LinearAllReduce(_Sharded):
     cut = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_all_reduce(x, self.weight, self.bias, group=self.group, way=self.way)
+        return linear_all_reduce(x, self.weight, self.bias, group=self.group, strategy=self.strategy)

@@ -23,12 +23,12 @@ _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 UNEVEN = ("matmul_all_reduce",)  # which take chunks of any size
 
 
-def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
+def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> Tensor:
     """x @ w.T summed over the ranks. Only the first matmul and the last sum have nothing to overlap with: where a sum is sooner done
     than a matmul chunks should shrink, where it is later they should grow, each by the ratio of the two."""
-    sizes = _tapered(x.shape[0], way.chunks, way.taper)
+    sizes = _tapered(x.shape[0], strategy.chunks, strategy.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
-    product = packed_product(w, sizes[0]) if way.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
+    product = packed_matmul(w, sizes[0]) if strategy.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
     sums = []
     for rows, into in zip(x.split(sizes), out.split(sizes), strict=True):
         product(rows, into)
@@ -49,18 +49,18 @@ def _packable(w: Tensor) -> bool:
     return w.device.type == "cpu" and w.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def packed_product(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
+def packed_matmul(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], object]:
     """Matmuls with w.T that read it as laid out here, once: torch's would lay it out anew for every chunk."""
     ready = torch.ops.mkldnn._reorder_linear_weight(w, rows)
     return lambda x, into: into.copy_(torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], ""))
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
     world, n = dist.get_world_size(group), w.shape[0]
-    rows = x.shape[0] // (world * way.chunks)
-    taken = x.view(world, way.chunks, rows, x.shape[1])
-    out = torch.empty(way.chunks, rows, n, dtype=x.dtype, device=x.device)
+    rows = x.shape[0] // (world * strategy.chunks)
+    taken = x.view(world, strategy.chunks, rows, x.shape[1])
+    out = torch.empty(strategy.chunks, rows, n, dtype=x.dtype, device=x.device)
 
     def one(c: int) -> Generator[None, None, None]:
         part = torch.matmul(taken[:, c], w.T).contiguous()
@@ -75,16 +75,16 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Te
         work.wait()
         torch.sum(got, 0, out=out[c])
 
-    run_staggered([one(c) for c in range(way.chunks)])
-    return out.view(way.chunks * rows, n)
+    run_staggered([one(c) for c in range(strategy.chunks)])
+    return out.view(strategy.chunks * rows, n)
 
 
-def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
     """All ranks' rows times w.T and, with `keep`, the rows themselves."""
     world, k = dist.get_world_size(group), x.shape[1]
-    rows = x.shape[0] // way.chunks
-    gathered = torch.empty(way.chunks, world, rows, k, dtype=x.dtype, device=x.device)
-    out = torch.empty(way.chunks, world, rows, w.shape[0], dtype=x.dtype, device=x.device)
+    rows = x.shape[0] // strategy.chunks
+    gathered = torch.empty(strategy.chunks, world, rows, k, dtype=x.dtype, device=x.device)
+    out = torch.empty(strategy.chunks, world, rows, w.shape[0], dtype=x.dtype, device=x.device)
 
     def one(c: int, piece: Tensor) -> Generator[None, None, None]:
         work = _gather(gathered[c].view(world * rows, k), piece, group=group, async_op=True)
@@ -92,7 +92,7 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = 
         work.wait()
         torch.mm(gathered[c].view(world * rows, k), w.T, out=out[c].view(world * rows, -1))
 
-    run_staggered([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(way.chunks))])
+    run_staggered([one(c, piece) for c, piece in enumerate(x.contiguous().chunk(strategy.chunks))])
     return _in_rank_order(out), _in_rank_order(gathered) if keep else None
 
 

@@ -69,26 +69,26 @@ class Space:
             self._buffers[key] = self.peers.empty(torch.Size(shape).numel() * dtype.itemsize)
         return [self._buffers[key].view(0, shape, dtype, rank) for rank in range(self.peers.world)]
 
-    def sum_into(self, out: Tensor, terms: list[Tensor], way: Strategy, name: str) -> None:
+    def sum_into(self, out: Tensor, terms: list[Tensor], strategy: Strategy, name: str) -> None:
         """out = sum of the ranks' terms, on the current line; `name` tells apart what is kept for it."""
-        key = (name, tuple(t.data_ptr() for t in terms), out.numel(), way.blocks)
+        key = (name, tuple(t.data_ptr() for t in terms), out.numel(), strategy.blocks)
         if key not in self._sums:
             kernel = _sum_kernel(DTYPE_NAMES[out.dtype], self.peers.world, self.peers.target)
             row = Row(out.numel(), {"terms": [t.data_ptr() for t in terms], "out": out.data_ptr()})
-            self._sums[key] = bind(kernel, [row], self.peers, name=name, blocks=way.blocks)
+            self._sums[key] = bind(kernel, [row], self.peers, name=name, blocks=strategy.blocks)
         self._sums[key].move("out", out.data_ptr())
         self._sums[key].launch_phases(leave=False)
 
-    def copy(self, out: Tensor, source: Tensor, way: Strategy) -> None:
+    def copy(self, out: Tensor, source: Tensor, strategy: Strategy) -> None:
         """out = source, on the current line, by the driver or by a kernel of few blocks."""
-        if way.by != "kernel":
+        if strategy.by != "kernel":
             out.copy_(source)
             return
-        key = ("copy", out.numel(), out.dtype, way.blocks)
+        key = ("copy", out.numel(), out.dtype, strategy.blocks)
         if key not in self._sums:
             row = Row(out.numel(), {"source": source.data_ptr(), "out": out.data_ptr()})
             alone = Alone(out.device, self.peers.target)
-            self._sums[key] = bind(_copy_kernel(DTYPE_NAMES[out.dtype], alone.target), [row], alone, blocks=way.blocks)
+            self._sums[key] = bind(_copy_kernel(DTYPE_NAMES[out.dtype], alone.target), [row], alone, blocks=strategy.blocks)
         self._sums[key].move("source", source.data_ptr())
         self._sums[key].move("out", out.data_ptr())
         self._sums[key].launch_phases()
@@ -97,15 +97,15 @@ class Space:
         """Where `gather_matmul` takes each rank's rows from."""
         return self.buffer("gather", (rows, k), dtype)
 
-    def fetch(self, targets: list[Tensor], sources: list[Tensor], way: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], strategy: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
-        if way.by in ("mover", "flow") and self.peers.target == "triton":
+        if strategy.by in ("mover", "flow") and self.peers.target == "triton":
             mover = self._mover = self._mover or CopyKernel(targets[0].device, self.peers.world)
-            mover.move(targets, sources, way.blocks, flow=way.by == "flow")
+            mover.move(targets, sources, strategy.blocks, flow=strategy.by == "flow")
             return [functools.partial(mover.wait, k) for k in range(len(targets))], mover.rest
         arrived: list[Callable[[], None]] = []
         for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source, way)
+            self.copy(target, source, strategy)
             arrived.append(functools.partial(self.side.main_after, self.side.mark()))
         return arrived, lambda: None
 
@@ -140,56 +140,56 @@ def _as_asked(out: Tensor, n: int) -> Tensor:
     return out if out.shape[1] == n else out[:, :n].contiguous()
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> Tensor:
     """x @ w.T summed over the ranks, each keeping its slice of the rows."""
     space = space_of(group, x.device)
     asked, w = w.shape[0], _aligned(w, space)
     world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
-    rows = x.shape[0] // (world * way.chunks)
-    parts = space.buffer("scatter", (way.chunks, world, rows, n), x.dtype)
-    out = torch.empty(way.chunks, rows, n, dtype=x.dtype, device=x.device)
-    taken = x.view(world, way.chunks, rows, x.shape[1])
-    for c in range(way.chunks):
-        if way.chunks == 1:
+    rows = x.shape[0] // (world * strategy.chunks)
+    parts = space.buffer("scatter", (strategy.chunks, world, rows, n), x.dtype)
+    out = torch.empty(strategy.chunks, rows, n, dtype=x.dtype, device=x.device)
+    taken = x.view(world, strategy.chunks, rows, x.shape[1])
+    for c in range(strategy.chunks):
+        if strategy.chunks == 1:
             torch.mm(x, w.T, out=parts[rank][0].view(world * rows, n))
         else:
             torch.bmm(taken[:, c], w.T.expand(world, -1, -1), out=parts[rank][c])
         space.side.after_main()
         with space.side.work():
-            space.sum_into(out[c], [p[c, rank] for p in parts], way, f"scatter {c}")
+            space.sum_into(out[c], [p[c, rank] for p in parts], strategy, f"scatter {c}")
     with space.side.work():
         space.meet()  # nobody writes its terms again before all have read them
     space.side.main_after()
-    return _as_asked(out.view(way.chunks * rows, n), asked)
+    return _as_asked(out.view(strategy.chunks * rows, n), asked)
 
 
-def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, way: Strategy) -> Tensor:
+def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> Tensor:
     """x @ w.T summed over the ranks: each sums its share of a chunk, and takes the others' shares from them."""
     space = space_of(group, x.device)
     asked, w = w.shape[0], _aligned(w, space)
     world, rank, n = space.peers.world, space.peers.rank, w.shape[0]
-    rows = x.shape[0] // (world * way.chunks)
-    parts = space.buffer("reduce", (way.chunks, world, rows, n), x.dtype)
-    sums = space.buffer("sums", (way.chunks, rows, n), x.dtype)
-    out = torch.empty(way.chunks, world, rows, n, dtype=x.dtype, device=x.device)
-    pieces = x.view(way.chunks, world * rows, x.shape[1])
-    for c in range(way.chunks):
+    rows = x.shape[0] // (world * strategy.chunks)
+    parts = space.buffer("reduce", (strategy.chunks, world, rows, n), x.dtype)
+    sums = space.buffer("sums", (strategy.chunks, rows, n), x.dtype)
+    out = torch.empty(strategy.chunks, world, rows, n, dtype=x.dtype, device=x.device)
+    pieces = x.view(strategy.chunks, world * rows, x.shape[1])
+    for c in range(strategy.chunks):
         torch.mm(pieces[c], w.T, out=parts[rank][c].view(world * rows, n))
         space.side.after_main()
         with space.side.work():
-            space.sum_into(sums[rank][c], [p[c, rank] for p in parts], way, f"reduce {c}")
+            space.sum_into(sums[rank][c], [p[c, rank] for p in parts], strategy, f"reduce {c}")
             space.meet()
             for turn in range(world):
                 source = (rank + turn) % world
-                space.copy(out[c, source], sums[source][c], way)
+                space.copy(out[c, source], sums[source][c], strategy)
     with space.side.work():
         space.meet()
     space.side.main_after()
     return _as_asked(out.view(x.shape[0], n), asked)
 
 
-def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `way.chunks` turns, on `way.lines`
+def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `strategy.chunks` turns, on `strategy.lines`
     lines in turn; or each rank's while its matmul carries the next's. With `keep`, the rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
@@ -201,7 +201,7 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = 
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
     order = [(rank + turn) % world for turn in range(1, world)]
-    if way.by == "product" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
+    if strategy.by == "product" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
         _each_brings_the_next(space, x, w, gathered, out, keep)
         return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
     space.side.after_main()
@@ -209,14 +209,14 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, way: Strategy, keep: bool = 
         if x.data_ptr() != shards[rank].data_ptr():
             shards[rank].copy_(x)
         space.meet()
-        arrived, rest = space.fetch([gathered[s] for s in order], [shards[s] for s in order], way)
+        arrived, rest = space.fetch([gathered[s] for s in order], [shards[s] for s in order], strategy)
         if keep:
             gathered[rank].copy_(x)
         space.meet()
     space.second.after_main()
     torch.mm(x, w.T, out=out[rank])
-    for number, turns in enumerate(_in_turns(world - 1, way.chunks)):
-        with space.second.work() if way.lines > 1 and number % 2 == 0 else contextlib.nullcontext():
+    for number, turns in enumerate(_in_parts(world - 1, strategy.chunks)):
+        with space.second.work() if strategy.lines > 1 and number % 2 == 0 else contextlib.nullcontext():
             for turn in turns:
                 arrived[turn]()
             for first, last in _stretches([order[turn] for turn in turns]):
@@ -248,7 +248,7 @@ def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, 
     space.side.main_after()
 
 
-def _in_turns(count: int, parts: int) -> list[range]:
+def _in_parts(count: int, parts: int) -> list[range]:
     """range(count) split into at most so many parts, the later ones the longer: what comes first should not be waited for long."""
     parts = max(1, min(count, parts))
     return [range(p * count // parts, (p + 1) * count // parts) for p in range(parts)] if count else []

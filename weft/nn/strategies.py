@@ -51,14 +51,14 @@ def choose(key: tuple[Any, ...]) -> Strategy:
     return _chosen.get(key, PLAIN)
 
 
-def set_strategy(key: tuple[Any, ...], way: Strategy) -> None:
-    """Use `way` for this key from now on. All ranks must set the same."""
-    _chosen[key] = way
+def set_strategy(key: tuple[Any, ...], strategy: Strategy) -> None:
+    """Use `strategy` for this key from now on. All ranks must set the same."""
+    _chosen[key] = strategy
 
 
-def divides(rows: int, world: int, way: Strategy) -> bool:
+def divides(rows: int, world: int, strategy: Strategy) -> bool:
     """Whether the rows can be split into as many chunks on every rank."""
-    return rows % (world * way.chunks) == 0
+    return rows % (world * strategy.chunks) == 0
 
 
 def candidates(op: str) -> list[Strategy]:

@@ -218,7 +218,7 @@ def _may_shard(layout: Layout, axis: str, place: S, target: Layout) -> bool:
 
 def _same_shard(a: Layout, b: Layout, axis: str) -> bool:
     """Whether an axis shards the same atom, under the same outer shards."""
-    at, bt = a.where_cut(axis), b.where_cut(axis)
+    at, bt = a.where_sharded(axis), b.where_sharded(axis)
     if at is None or bt is None:
         return at is bt
     x, y = a.dims[at[0]][at[1]], b.dims[bt[0]][bt[1]]

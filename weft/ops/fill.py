@@ -33,7 +33,7 @@ def assuming_sharded() -> Iterator[None]:
         _AS_CUT.reset(token)
 
 
-def is_cut(x: Node, dim: int) -> bool:
+def is_sharded(x: Node, dim: int) -> bool:
     """Whether any axis shards the dim."""
     if not -x.ndim <= dim < x.ndim:
         raise TypeMismatch(f"no dim {dim} in a tensor of {x.ndim} dims", needed=f"{abs(dim)} dims or more", found=str(x.type), where=user_line())
@@ -167,4 +167,4 @@ scale_gradient = define(
     doc="(x, by) -> x itself, whose gradient is multiplied",
 )
 
-__all__ = ["Cuts", "arange", "full", "indices", "is_cut", "one_dim", "one_hot", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like"]
+__all__ = ["Cuts", "arange", "full", "indices", "is_sharded", "one_dim", "one_hot", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like"]

@@ -11,7 +11,7 @@ from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, constant, user_line
 from weft.ops.comm import all_reduce_partials
 from weft.ops.embed import need_index, pick
-from weft.ops.fill import indices, is_cut, stop_gradient
+from weft.ops.fill import indices, is_sharded, stop_gradient
 from weft.ops.norm import need_float, softmax, to_dtype, wide, wide_dtype
 from weft.ops.pointwise import cast, eq, exp, log, ne, where
 from weft.ops.reduce import amax, mean, sum_
@@ -62,7 +62,7 @@ def _back_written(ct: Node, x: Node, target: Node, ignore_index: int, smoothing:
 
 
 def _chances(w: Node) -> Any:
-    if not is_cut(w, -1):
+    if not is_sharded(w, -1):
         return softmax(w)
     peak, norm = _peak_and_norm(w)
     return exp(w - (peak + norm))
@@ -116,7 +116,7 @@ cross_entropy_op = define(
 
 def token_losses(logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
     """logits [..., v], target [...] -> losses [...], 0 where ignored; a sharded vocabulary costs three small all_reduces."""
-    apply = _token_across if is_cut(logits, -1) else cross_entropy_op
+    apply = _token_across if is_sharded(logits, -1) else cross_entropy_op
     return apply(logits, target, ignore_index=ignore_index, smoothing=float(label_smoothing))
 
 

@@ -64,7 +64,7 @@ def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
     if x.op is all_gather and len(x.args) == 1:
         low, scale = quantised(x.args[0], dims)
         how = dict(x.attrs)
-        cut = scale.layout.where_cut(how["axis"]) is not None
+        cut = scale.layout.where_sharded(how["axis"]) is not None
         return all_gather(low, **how), all_gather(scale, **how) if cut else scale
     most = all_reduce_partials(amax(abs_(x), dims=dims, keepdim=True))
     scale = maximum(to_dtype(most, wide_dtype(x.dtype)), 1e-30) / MOST
@@ -105,7 +105,7 @@ def in_blocks(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
             if not own.layout.is_even:
                 raise LayoutError("shards that differ in size", needed="equal ones", found=str(own.type))
             low, scale = in_blocks(own, dims)
-            cut = scale.layout.where_cut(how["axis"]) is not None
+            cut = scale.layout.where_sharded(how["axis"]) is not None
             return all_gather(low, axis=how["axis"]), all_gather(scale, axis=how["axis"]) if cut else scale
     y = _split(x, dims)
     inner = tuple(d + sum(e <= d for e in dims) for d in dims)
@@ -115,7 +115,7 @@ def in_blocks(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
     return low, reshape(scale, tuple(n for d, n in enumerate(scale.shape) if d not in inner))
 
 
-def block_product(equation: str, x: Node, y: Node, dtype: torch.dtype, weights: tuple[bool, bool]) -> Any:
+def block_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, weights: tuple[bool, bool]) -> Any:
     """The einsum of x and y by a matmul of 8-bit floats whose blocks of 128, along the last dim that is summed, are scaled each by itself;
     of a weight, blocks of 128 x 128."""
     left, out = equation.split("->")
@@ -134,7 +134,7 @@ def block_product(equation: str, x: Node, y: Node, dtype: torch.dtype, weights: 
     return reshape(made, tuple(size[c] for c in out))
 
 
-def scaled_product(equation: str, x: Node, y: Node, dtype: torch.dtype, fast: bool = False) -> Any:
+def scaled_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, fast: bool = False) -> Any:
     """The einsum of x and y by a matmul of 8-bit floats; `fast` as in `low_einsum`."""
     left, out = equation.split("->")
     ins = left.split(",")
@@ -143,4 +143,4 @@ def scaled_product(equation: str, x: Node, y: Node, dtype: torch.dtype, fast: bo
     return low_einsum(low_x, low_y, of_x, of_y, equation=equation, dtype=dtype, **({"fast": True} if fast else {}))
 
 
-__all__ = ["BLOCK", "LOW", "ROUNDING", "block_einsum", "block_product", "in_blocks", "low_einsum", "quantised", "scaled_product"]
+__all__ = ["BLOCK", "LOW", "ROUNDING", "block_einsum", "block_matmul", "in_blocks", "low_einsum", "quantised", "scaled_matmul"]

@@ -13,7 +13,7 @@ import torch
 from weft.core.errors import TypeMismatch
 from weft.core.node import Attrs, Node, user_line
 from weft.ops.comm import all_reduce_partials
-from weft.ops.fill import is_cut, one_dim, stop_gradient
+from weft.ops.fill import is_sharded, one_dim, stop_gradient
 from weft.ops.pointwise import cast, exp, log, rsqrt, square
 from weft.ops.reduce import amax, mean, sum_
 from weft.ops.registry import Equation, Kind, Linear, Types, define
@@ -119,13 +119,13 @@ _log_softmax = define(
 def softmax(x: Any, dim: int = -1) -> Any:
     """exp(x) over its sum along a dim; along a sharded dim, with an all_reduce of the maximum and one of the sum."""
     dim = one_dim(dim, x.ndim)
-    return (_softmax_across if is_cut(x, dim) else _softmax)(x, dim=dim)
+    return (_softmax_across if is_sharded(x, dim) else _softmax)(x, dim=dim)
 
 
 def log_softmax(x: Any, dim: int = -1) -> Any:
     """log(softmax(x)), computed without overflow."""
     dim = one_dim(dim, x.ndim)
-    return (_log_softmax_across if is_cut(x, dim) else _log_softmax)(x, dim=dim)
+    return (_log_softmax_across if is_sharded(x, dim) else _log_softmax)(x, dim=dim)
 
 
 def _peak(x: Node, dim: int) -> Any:
@@ -253,7 +253,7 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) 
     """The last dim brought to mean 0 and variance 1, scaled and shifted; with two all_reduces where that dim is sharded."""
     if bias is not None and weight is None:
         raise TypeMismatch("layer_norm with a bias has a weight", needed="a weight", found="None", where=user_line())
-    if not is_cut(x, -1):
+    if not is_sharded(x, -1):
         return _layer_norm(*[v for v in (x, weight, bias) if v is not None], eps=float(eps))
     w = to_dtype(x, wide_dtype(x.dtype))
     w = w - all_reduce_partials(mean(w, -1, keepdim=True))
@@ -262,7 +262,7 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) 
 
 def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6) -> Any:
     """The last dim brought to square mean 1, and scaled; with one all_reduce where that dim is sharded."""
-    if not is_cut(x, -1):
+    if not is_sharded(x, -1):
         return _rms_norm(*[v for v in (x, weight) if v is not None], eps=float(eps))
     y = _scaled(to_dtype(x, wide_dtype(x.dtype)), eps)
     return _affine(to_dtype(y, x.dtype), weight, None)

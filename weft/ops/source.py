@@ -29,7 +29,7 @@ def input_node(name: str, type_: Type, role: Role | None = None) -> Node:
     return make(input_op, (), said if role is None else {**said, "role": role})
 
 
-def input_held(node: Node, layout: Layout) -> Node:
+def input_in_layout(node: Node, layout: Layout) -> Node:
     """The same input, held otherwise."""
     return input_node(node.attr("name"), Type(node.dtype, layout), node.role)
 

@@ -43,7 +43,7 @@ def plan(
     own: Mapping[str, Any] | None = None,
     fastest: bool = False,
     runnable: bool | None = None,
-    say: Say = lambda _: None,
+    progress: Say = lambda _: None,
 ) -> Plan:
     """The best plan for a training step on a cluster, with what is predicted of it.
 
@@ -59,7 +59,7 @@ def plan(
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, _fixed(spec))
     limits = limits.runnable() if (cluster is None if runnable is None else runnable) else limits
     request = Request(name, place, samples, seq if isinstance(model, str) else 0, objective, limits, fastest)
-    made = Ask((*spec.pins, *pins), own, noise).plan(request, say)
+    made = Ask((*spec.pins, *pins), own, noise).plan(request, progress)
     if isinstance(made, Infeasible):
         raise PlanError(f"no plan of {name} fits on {place}", needed="a plan that fits", found=made.reason, try_=made.change or None)
     return replace(made, bound=bound)
@@ -73,25 +73,25 @@ class Ask:
     own: Mapping[str, Any] | None = None
     noise: float = 0.0
 
-    def plan(self, request: Request, say: Say) -> Plan | Infeasible:
-        made = self._alone(request, say)
+    def plan(self, request: Request, progress: Say) -> Plan | Infeasible:
+        made = self._alone(request, progress)
         if self.own is None or not isinstance(made, Plan):
             return made
         from weft.plan.tensors import with_baseline
 
-        return with_baseline(made, request, "dtensor", self.own, say)
+        return with_baseline(made, request, "dtensor", self.own, progress)
 
-    def _alone(self, request: Request, say: Say) -> Plan | Infeasible:
+    def _alone(self, request: Request, progress: Say) -> Plan | Infeasible:
         if request.objective == "goodput":
             from weft.plan.goodput import plan_goodput
 
-            return plan_goodput(request, self.noise, say)
+            return plan_goodput(request, self.noise, progress)
         if self.pins:
             from weft.plan.pins import parse_pin
             from weft.plan.tensors import plan_pinned
 
-            return plan_pinned(request, [parse_pin(p) for p in self.pins], say)
-        return make_plan(request, say)
+            return plan_pinned(request, [parse_pin(p) for p in self.pins], progress)
+        return make_plan(request, progress)
 
 
 def _here() -> str:

@@ -27,7 +27,7 @@ from weft.plan.named import stacked
 from weft.plan.placed_short import PlacedShort
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAYER, Short, short_of
-from weft.plan.workload import Block, Workload, beside_products, odd_of, quantised
+from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 FEW = 2  # samples for each rank of ep that are captured, and twice as many; sizes of others follow
 LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least along what is sharded
@@ -65,24 +65,24 @@ class Stack:
 
     # -- what may be sharded
 
-    def may_cut(self, tp: int, cp: int) -> bool:
+    def may_shard(self, tp: int, cp: int) -> bool:
         """Whether matmuls can be shared by so many devices, and samples by so many in slices worth having."""
-        return self._is_cut("tp", tp) and self._is_cut("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
+        return self._is_sharded("tp", tp) and self._is_sharded("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
 
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is sharded."""
         if cp not in self._slices:
             placed = self._placed(Setting(cp=cp), FEW)
             layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
-            self._slices[cp] = min(y.largest_local[at[0]] for y in layouts if (at := y.where_cut("cp")) is not None)
+            self._slices[cp] = min(y.largest_local[at[0]] for y in layouts if (at := y.where_sharded("cp")) is not None)
         return self._slices[cp]
 
     def require(self, s: Setting) -> None:
         """Refuse degrees that do not divide it."""
         for axis in ("tp", "cp"):
             n = s.size(axis)
-            if not self._is_cut(axis, n, 0.0):
-                near = max(k for k in range(1, n) if self._is_cut(axis, k, 0.0))
+            if not self._is_sharded(axis, n, 0.0):
+                near = max(k for k in range(1, n) if self._is_sharded(axis, k, 0.0))
                 needed = f"{axis} that divides what its blocks compute"
                 raise PlanError(f"{self.name} cannot be sharded so", needed=needed, found=f"{axis} = {n}", try_=f"--{axis} {near}")
         if s.ep > 1 and (not self.experts or self.experts % s.ep):
@@ -98,7 +98,7 @@ class Stack:
         }
         return math.gcd(*sizes) if sizes else 0
 
-    def _is_cut(self, axis: str, n: int, least: float = 0.5) -> bool:
+    def _is_sharded(self, axis: str, n: int, least: float = 0.5) -> bool:
         """Whether at least so much of what could be shared by n devices along an axis is."""
         if n > 1 and (axis, n) not in self._cuts:
             self._cuts[axis, n] = self._try(axis, n)
@@ -165,7 +165,7 @@ class Stack:
         short = placed.short
         names = (*(f"layer of kind {i}" for i in range(len(short.rows) - 1)), "layer")
         *others, layer = (placed.block(name, row) for name, row in zip(names, short.rows, strict=True))
-        last = _together([placed.block("last", part) for part in range(2, short.last + 1, 2)])
+        last = _merged_blocks([placed.block("last", part) for part in range(2, short.last + 1, 2)])
         halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if short.half else ()
         passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
         return Workload(
@@ -207,7 +207,7 @@ def _each(work: Workload, change: Callable[[Block], Block]) -> Workload:
     return replace(work, first=first, layer=layer, last=last, halves=tuple(halves), others=tuple((change(b), n) for b, n in work.others))
 
 
-def _together(blocks: Sequence[Block]) -> Block:
+def _merged_blocks(blocks: Sequence[Block]) -> Block:
     """Blocks that come once each, as one."""
     if len(blocks) == 1:
         return blocks[0]
@@ -237,7 +237,7 @@ def _computed_in(work: Workload, dtype: str) -> Workload:
 
 
 def _beside(block: Block) -> Block:
-    return replace(block, forward=tuple(beside_products(block.forward)), back=tuple(beside_products(block.back)))
+    return replace(block, forward=tuple(overlapped_with_matmuls(block.forward)), back=tuple(overlapped_with_matmuls(block.back)))
 
 
 class _Differ(Exception):

@@ -78,20 +78,20 @@ class _Not(Limits):
         )  # a mix may come out as it
 
 
-def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Iterator[Reason]:
+def explain(plan: Plan, progress: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Iterator[Reason]:
     """Each decision of a plan with its next best; decisions without another choice are left out.
 
     Of a model in a Python file, that file is run to capture it: only where the caller says that it may be.
     """
     plan.require_may_run(run_model)
     if not plan.is_stack:
-        yield from part_of_root(PROGRAMS).explain_program(plan, say)
+        yield from part_of_root(PROGRAMS).explain_program(plan, progress)
         return
     problem = _problem(plan)
     limits = Limits.of(plan.limits)
     own = Search(problem, limits)
     if plan.setting.shares:
-        yield from explain_shares(own, plan, say)
+        yield from explain_shares(own, plan, progress)
         return
     chosen = own.price(plan.setting)
     if chosen is None:
@@ -101,7 +101,7 @@ def explain(plan: Plan, say: Callable[[str], None] = lambda _: None, run_model: 
     for decision in DECISIONS:
         if decision in limits.pins:
             continue
-        say(decision)
+        progress(decision)
         value = str(plan.setting.named(decision))
         other = own.narrowed(_Not(limits.max_tp, limits.memory, limits.pins, decision, value, mixed))
         found = other.best(EVERYTHING, asked.objective)
@@ -176,12 +176,12 @@ def _flips(problem: PlanProblem, asked: _Alternatives, decision: str, chosen: Se
     for change in changes(problem):
         best = asked.best(change)
         if best is not None and best.setting.named(decision) != chosen.named(decision):
-            return f"{_said(decision, best.setting.named(decision))} wins {change.when}", change.factor
+            return f"{_decision_words(decision, best.setting.named(decision))} wins {change.when}", change.factor
     network = f", network x1/{SLOWER[0]:g} to x{SLOWER[0]:g}" if networked(problem.cluster) else ""
     return f"unchanged for sequence x{LONGER[-1]}, batch x{LARGER[-1]}{network}", 0.0
 
 
-def _said(decision: str, value: object) -> str:
+def _decision_words(decision: str, value: object) -> str:
     name = decision.replace("_", " ")
     return f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}"
 
@@ -207,26 +207,26 @@ def scaled(cluster: Cluster, factor: float) -> Cluster:
 # --- copies that take unequal shares
 
 
-def explain_shares(search: Search, plan: Plan, say: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
+def explain_shares(search: Search, plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Iterator[Reason]:
     """Against the best plan of equal shares first; then each decision against the best shares that decide it otherwise."""
     chosen = shared(search, plan.setting)
     if chosen is None:
         raise PlanError("the plan does not run on its own cluster", needed="a plan of this version of weft", found=describe(plan.setting))
-    say("shares")
+    progress("shares")
     even = search.best(EVERYTHING)
     if isinstance(even, Found):
-        yield _of_shares(search, "shares", said_shares(chosen), chosen, even, f"equal shares, {describe(even.setting)}")
+        yield _of_shares(search, "shares", shares_text(chosen), chosen, even, f"equal shares, {describe(even.setting)}")
     tried = [made for made in (shared(search, s) for s in settings_on_unequal(search)) if made is not None]
     for decision in DECISIONS:
         value = plan.setting.named(decision)
         others = [m for m in tried if m.setting.named(decision) != value]
         if others and decision not in search.limits.pins:
-            say(decision)
+            progress(decision)
             other = min(others, key=lambda m: m.seconds)
-            yield _of_shares(search, decision, str(value), chosen, other, f"{describe(other.setting)}, {said_shares(other)}")
+            yield _of_shares(search, decision, str(value), chosen, other, f"{describe(other.setting)}, {shares_text(other)}")
 
 
-def said_shares(found: Shared) -> str:
+def shares_text(found: Shared) -> str:
     return " and ".join(f"{s.samples} samples on {s.copies} replicas of {s.kind}" for s in found.shares)
 
 

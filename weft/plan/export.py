@@ -57,14 +57,14 @@ def unsaid(plan: Plan, form: str, text: str = "") -> list[str]:
     found = [f"unequal shares of the batch: {', '.join(kind for kind, *_ in plan.setting.shares)}"] if plan.setting.shares else []
     found += [f"how {len(held)} tensors are sharded, each by itself"] if (held := plan.layouts.get("inputs")) else []
     found += [f"the step rewritten by {', '.join(rules)}"] if (rules := plan.layouts.get("rules")) else []
-    if form == "megatron" and plan.setting.kernels != "classic" and set(_ways(plan)) & {"selective", "activation"}:
+    if form == "megatron" and plan.setting.kernels != "classic" and set(_recompute_of_layers(plan)) & {"selective", "activation"}:
         found.append("recompute of the activation next to that of core attention")
     gone = lost(plan, form, text)
     for name, (wanted, other) in gone.items():
         why = WHY.get((form, name), "")
         if name not in PIPELINE or "pp" not in gone:
-            more = f" ({', '.join(f'{x} {_said(gone[x][0])}' for x in PIPELINE if x in gone)})" if name == "pp" else ""
-            found.append(f"{name} {_said(wanted)}{more}, which reads back as {_said(other)}" + (f": {why}" if why else ""))
+            more = f" ({', '.join(f'{x} {_words(gone[x][0])}' for x in PIPELINE if x in gone)})" if name == "pp" else ""
+            found.append(f"{name} {_words(wanted)}{more}, which reads back as {_words(other)}" + (f": {why}" if why else ""))
     return found
 
 
@@ -107,13 +107,13 @@ def _counts(s: Setting, depth: int) -> tuple[float, ...]:
     return s.layers or tuple(map(float, share(depth, s.virtual_stages) if depth else ()))
 
 
-def _whole(counts: Sequence[float]) -> list[int]:
+def _nearest_integers(counts: Sequence[float]) -> list[int]:
     """The nearest integers of layers that are as many in all."""
     ends = [round(sum(counts[: i + 1])) for i in range(len(counts))]
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _said(value: Any) -> str:
+def _words(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return " | ".join(", ".join(f"{way} in {n:g}" for way, n in stage) for stage in value)
     return " ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)
@@ -130,7 +130,7 @@ def depth_of(plan: Plan) -> int:
         return 0
 
 
-def _ways(plan: Plan) -> list[str]:
+def _recompute_of_layers(plan: Plan) -> list[str]:
     """What each layer recomputes, in order; halves of a layer count for the one they begin. No form says what the host keeps: it is recomputed."""
     return ["full" if way in OFFLOADED else way for way in _asked(plan)]
 
@@ -146,10 +146,10 @@ def _asked(plan: Plan) -> list[str]:
     return found or ["none"]
 
 
-def _one_way(plan: Plan, known: Sequence[str]) -> str:
+def _one_recompute(plan: Plan, known: Sequence[str]) -> str:
     """One way for all layers: theirs where it is one that is known, else the next of the known that keeps no more."""
     order = ("none", "activation", "selective", "ffn", "per-op", "full")
-    leanest = max(_ways(plan), key=order.index)
+    leanest = max(_recompute_of_layers(plan), key=order.index)
     return next(w for w in order[order.index(leanest) :] if w in known)
 
 
@@ -186,9 +186,9 @@ def _torchtitan(plan: Plan, comments: Sequence[str]) -> str:
     }  # fmt: skip
     if s.pp > 1:
         options |= {"parallelism.pipeline_parallel_schedule": s.pipeline.titan, "parallelism.num_pp_microbatches": s.micro_batches}
-        parts = _parts(_whole(_counts(s, depth_of(plan))))
+        parts = _parts(_nearest_integers(_counts(s, depth_of(plan))))
         options |= {"parallelism.module_fqns_per_model_part": parts} if parts else {}
-    policy = {"none": "None", "per-op": "SelectiveAC.Config()", "full": "FullAC.Config()"}[_one_way(plan, ("none", "per-op", "full"))]
+    policy = {"none": "None", "per-op": "SelectiveAC.Config()", "full": "FullAC.Config()"}[_one_recompute(plan, ("none", "per-op", "full"))]
     base = TITAN_BASE.get(plan.model)
     where = f"from torchtitan.models.llama3.config_registry import {base} as base" if base else f"from my_configs import base  # what makes {plan.model}"
     lines = [f"    config.{key} = {value!r}" for key, value in options.items()]
@@ -223,7 +223,7 @@ def _megatron(plan: Plan, comments: Sequence[str]) -> str:
         options["seq-length"] = plan.seq
     if depth_of(plan):
         options["num-layers"] = depth_of(plan)
-    if s.pp > 1 and (counts := _whole(_counts(s, depth_of(plan)))):
+    if s.pp > 1 and (counts := _nearest_integers(_counts(s, depth_of(plan)))):
         cells = [f"{'E' * (i == 0)}{'t' * n}{'L' * (i == len(counts) - 1)}" for i, n in enumerate(counts)]
         options["pipeline-model-parallel-layout"] = "'" + "|".join(cells) + "'"
     elif s.chunks > 1 and s.pp > 1:
@@ -247,10 +247,10 @@ def _megatron_recompute(plan: Plan) -> dict[str, Any]:
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     if plan.setting.recompute == MIXED:
         full = {sum(int(SIZES.get(name, 0) * n) for name, again, n in stage if again in ("full", *OFFLOADED)) for stage in plan.setting.stages}
-        ways = set(_ways(plan))
+        ways = set(_recompute_of_layers(plan))
         if len(full) == 1 and ways == {"none", "full"} and min(full):
             return {**block, "recompute-num-layers": min(full)}
-    way = _one_way(plan, ("none", "selective", "full"))
+    way = _one_recompute(plan, ("none", "selective", "full"))
     if way == "selective":
         return {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
     return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1} if way == "full" else {}
@@ -270,7 +270,7 @@ def _accelerate(plan: Plan, comments: Sequence[str]) -> str:
     if _sharded(s):
         top["fsdp_config"] = {
             "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": s.zero == 3 and not s.gather_once,
-            "fsdp_activation_checkpointing": _one_way(plan, ("none", "full")) == "full",
+            "fsdp_activation_checkpointing": _one_recompute(plan, ("none", "full")) == "full",
         }  # fmt: skip
         top["parallelism_config"] = {f"parallelism_config_{k}": v for k, v in _hf_sizes(s).items()}
     if s.kernels == "compiled":
@@ -297,7 +297,7 @@ def _yaml(data: Mapping[str, Any], indent: str = "") -> str:
 
 def _huggingface(plan: Plan, comments: Sequence[str]) -> str:
     s = plan.setting
-    again = _one_way(plan, ("none", "full")) == "full"
+    again = _one_recompute(plan, ("none", "full")) == "full"
     words: dict[str, Any] = {
         "per_device_train_batch_size": s.micro_batch, "gradient_accumulation_steps": s.micro_batches, "bf16": s.dtype in ("bf16", "fp8"),
         "fp16": s.dtype == "fp16", "tf32": s.dtype == "tf32", "torch_compile": s.kernels == "compiled",
@@ -335,7 +335,7 @@ def _deepspeed(plan: Plan, comments: Sequence[str]) -> str:
 
 
 def _fsdp2(plan: Plan, comments: Sequence[str]) -> str:
-    s, ways = plan.setting, _ways(plan)
+    s, ways = plan.setting, _recompute_of_layers(plan)
     replicate, _ = _copies(s)
     known = {"activation": "per-op", "selective": "per-op", "ffn": "full"}
     again = [known.get(w, w) for w in ways]

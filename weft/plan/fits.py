@@ -92,7 +92,7 @@ def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) 
         found = _nearest(shape, _leanest(setting, times), where, memory)
     words = [] if where is cluster else [f"--cluster {where.text}"]
     for s in found:
-        yield FittingChange(" ".join([*words, said(setting, s)]), s, simulate(shape.work(s), s, where), where)
+        yield FittingChange(" ".join([*words, options_text(setting, s)]), s, simulate(shape.work(s), s, where), where)
 
 
 def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
@@ -127,7 +127,7 @@ def _changes(s: Setting) -> Iterator[Setting]:
             yield replace(s, dp=s.dp // 2, micro=2 * s.micro_batches, **{axis: 2 * s.size(axis)})  # type: ignore[arg-type]
 
 
-def said(a: Setting, b: Setting) -> str:
+def options_text(a: Setting, b: Setting) -> str:
     """As options of the command, what turns a setting into another."""
     words = []
     for name in FLAGS:
@@ -188,7 +188,7 @@ def will_fit(model: Model, cluster: Cluster, batch: int, dtype: str, others: Seq
     found = _simplest(model, cluster, batch, dtype)
     if found.fits:
         return found
-    return replace(found, changes=tuple(_near(model, cluster, batch, dtype, others)))
+    return replace(found, changes=tuple(_single_changes(model, cluster, batch, dtype, others)))
 
 
 def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
@@ -208,7 +208,7 @@ def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
 
 def _ways(model: Model, cluster: Cluster, batch: int, dtype: str) -> Iterator[Setting]:
     n = cluster.devices
-    for tp in (t for t in divisors(cluster.node_size) if n % t == 0 and model.may_cut(t)):
+    for tp in (t for t in divisors(cluster.node_size) if n % t == 0 and model.may_shard(t)):
         dp = n // tp
         for again in model.recompute:
             for zero in range(4) if dp > 1 else (0,):
@@ -216,7 +216,7 @@ def _ways(model: Model, cluster: Cluster, batch: int, dtype: str) -> Iterator[Se
                 yield Setting(dp=dp, tp=tp, micro=rounds, zero=zero, recompute=again, sp=tp > 1, global_batch=rounds * dp, dtype=dtype)
 
 
-def _near(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str]) -> Iterator[str]:
+def _single_changes(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str]) -> Iterator[str]:
     """One change each: adapters, a leaner optimizer, shorter sequences, more devices, larger ones."""
 
     def fits(changed: Model, where: Cluster = cluster) -> bool:

@@ -67,7 +67,7 @@ def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = la
         return times[batch] / progress(batch, noise)
 
     best = climb(max(0, round(math.log2(noise / unit))), cost)
-    return _told(make_plan(replace(timed, batch=unit << best), say), noise, times)
+    return _summary(make_plan(replace(timed, batch=unit << best), say), noise, times)
 
 
 def _odd(n: int) -> int:
@@ -91,7 +91,7 @@ def climb(start: int, cost: Callable[[int], float]) -> int:
     return min(known, key=lambda k: (known[k], k))
 
 
-def _told(made: Plan | Infeasible, noise: float, seconds: Mapping[int, float]) -> Plan | Infeasible:
+def _summary(made: Plan | Infeasible, noise: float, seconds: Mapping[int, float]) -> Plan | Infeasible:
     if isinstance(made, Infeasible):
         return made
     batch = made.setting.global_batch

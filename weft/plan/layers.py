@@ -92,7 +92,7 @@ class Layers:
                 goes_on = i < last and (i < start + period or kind[i] == kind[i - period]) and (i == start or self._follows(i))
                 if not goes_on:
                     found = Row(start, period, (i - start) // period)
-                    best = max(best, found if self._alike_ends(found) else best, key=lambda r: (r.blocks, -r.period))
+                    best = max(best, found if self._same_ends(found) else best, key=lambda r: (r.blocks, -r.period))
                     start = i if i == start + 1 or i < start + period else max(start + 1, i - period + 1)
         return best
 
@@ -100,7 +100,7 @@ class Layers:
         """Whether a block reads what the one before it gives."""
         return any(x in self.blocks[i].inputs for x in self.forward.given(self.blocks[i - 1]))
 
-    def _alike_ends(self, row: Row) -> bool:
+    def _same_ends(self, row: Row) -> bool:
         """Whether every unit gives as much as the first, of the same types."""
         ends = [[n.type for n in self.forward.given(self.blocks[i])] for i in range(row.start + row.period - 1, row.start + row.blocks, row.period)]
         return row.count > 1 and all(e == ends[0] for e in ends)

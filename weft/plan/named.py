@@ -33,7 +33,7 @@ def input_layouts(
     loss = program.output_names["loss"] if "loss" in program.output_names else program.outputs[0][1]
     weights = program.inputs_for(Role.PARAMETER)
     if named.tp > 1:
-        held |= {n: {"tp": cut} for n, cut in tensor_cuts(program, loss, weights, named.tp).items()}
+        held |= {n: {"tp": cut} for n, cut in tensor_shards(program, loss, weights, named.tp).items()}
     if named.ep > 1:
         held |= {n: {"ep": S(0)} for n, w in weights.items() if stacked(program, w, named.ep)}
     for name, places in (pins or {}).items():
@@ -46,7 +46,7 @@ def input_layouts(
         owners = owned(program, states, named.dp)
         for name in sharded:
             owner = {**held.get(name, {}), "dp": O(owners[states[name]])} if states.get(name) in owners else None
-            held[name] = owner or _also_cut(program.input_names[name], held.get(name, {}), named)
+            held[name] = owner or _also_sharded(program.input_names[name], held.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
     gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
@@ -110,7 +110,7 @@ def stacked(program: Program, weight: Node, n: int) -> bool:
     )
 
 
-def _also_cut(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[str, Placement]:
+def _also_sharded(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[str, Placement]:
     """Sharded along dp too, on the first dim that is long enough and not sharded already; tensors without one stay as they are."""
     taken = {p.dim for p in places.values() if isinstance(p, S)}
     dim = next((d for d, n in enumerate(node.shape) if n >= named.dp and d not in taken), None)
@@ -124,7 +124,7 @@ class _Stop(Exception):
     """The sharding cannot be followed further."""
 
 
-def tensor_cuts(program: Program, loss: Node, weights: Mapping[str, Node], n: int) -> dict[str, S]:
+def tensor_shards(program: Program, loss: Node, weights: Mapping[str, Node], n: int) -> dict[str, S]:
     """The sharding of every weight that can be sharded by columns or by rows without a collective in between.
 
     What columns do not reach is tried from its rows: where several matmuls share a weight (queries, keys and values), it is sharded inside
@@ -244,7 +244,7 @@ class _Flow:
 
     def _require_operands(self, node: Node, cut: S) -> None:
         if node.op.is_item:
-            self._require_whole_op(node.args[0], int(node.attr("index")), cut)
+            self._require_full_op(node.args[0], int(node.attr("index")), cut)
             return
         eq = equation_of(node)
         if node.op is reshape_op:
@@ -258,7 +258,7 @@ class _Flow:
         for k, d in places:
             self.require(node.args[k], S(d, cut.within))
 
-    def _require_whole_op(self, node: Node, index: int, cut: S) -> None:
+    def _require_full_op(self, node: Node, index: int, cut: S) -> None:
         """One result of several is sharded so: its operands are, and the other results with it."""
         eq = equation_of(node)
         label = eq.outs[index][cut.dim] if eq is not None else ONE

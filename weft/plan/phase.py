@@ -118,8 +118,8 @@ class LayerWalk(Walk):
     def block(self, block: Block, following: Block | None, fetched: Block | None) -> None:
         """`fetched` is the next layer of which the host keeps something."""
         if self.how.gather:
-            here = self.carry_all(gathers(block, self.how)) if self.gathered is None else self.gathered
-            self.gathered = None if following is None else self.carry_all(gathers(following, self.how))
+            here = self.send_all(gathers(block, self.how)) if self.gathered is None else self.gathered
+            self.gathered = None if following is None else self.send_all(gathers(following, self.how))
             self.wait("dp", here)
         if self.how.direction in ("backward", "input") and block.kept:
             self.fetch(block.hosted(self.how.recompute), fetched)
@@ -129,7 +129,7 @@ class LayerWalk(Walk):
             self.send(block.hosted(self.how.recompute))
         self.meet_host()
         if self.how.reduce:
-            self.carry_all(reductions(block, self.how))
+            self.send_all(reductions(block, self.how))
 
     def send(self, size: float) -> None:
         if size:
@@ -146,7 +146,7 @@ class LayerWalk(Walk):
         if first or size:
             self.fetched = None if later is None else self.copy("from_host", later.hosted(self.how.recompute), self.now)
 
-    def carry_all(self, ops: Iterator[Collective]) -> float:
+    def send_all(self, ops: Iterator[Collective]) -> float:
         """Put parameters or gradients on their way."""
         return max((self.carry(op, "dp", self.now) for op in ops), default=self.now)
 

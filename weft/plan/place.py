@@ -21,9 +21,9 @@ from weft.core.node import Node, Type, make
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.ops.comm import reshard
-from weft.ops.fill import is_cut
+from weft.ops.fill import is_sharded
 from weft.ops.registry import ONE, Equation, Kind, arg_sets, nbytes
-from weft.ops.source import input_held
+from weft.ops.source import input_in_layout
 from weft.plan.roles import Roles
 
 Placements = Mapping[str, Placement]
@@ -139,7 +139,7 @@ class _Placer:
             layout = Layout.of(self.mesh, node.shape, self.inputs.get(name, {}))
         except LayoutError as e:
             raise PlanError(f"input {name!r} cannot have this layout", needed=e.needed, found=e.found or str(self.inputs[name])) from e
-        new = input_held(node, layout)
+        new = input_in_layout(node, layout)
         self.made[node] = reshard(new, Layout.of(self.mesh, node.shape, self.arrivals[name])) if name in self.arrivals else new
         return new
 
@@ -174,10 +174,10 @@ class _Placer:
             item = make(node.op, tuple(args), attrs)
             return reshard(item, self.home[args[0]][node.attr("index")]) if args[0] in self.home else item
         for axis in self.options.turn:
-            turned = self._turned(axis, node, args, attrs)
+            turned = self._resharded(axis, node, args, attrs)
             if turned is not None:
                 return turned
-        alike = self._alike(node, args)
+        alike = self._layout_key(node, args)
         for ways in (_taken[alike],) if alike in _taken else self._candidates(node, args):
             try:
                 moved = [reshard(a, w) for a, w in zip(args, ways, strict=True)]
@@ -186,7 +186,7 @@ class _Placer:
                 continue
             if alike is not None:
                 _remember(alike, tuple(ways))
-            self.done |= {a: b for a, b in zip(args, moved, strict=True) if _pending(a) and _pending(a) <= self.inner and not _pending(b)}
+            self.done |= {a: b for a, b in zip(args, moved, strict=True) if _partial_axes(a) and _partial_axes(a) <= self.inner and not _partial_axes(b)}
             return new
         raise PlanError(
             f"{node.op.name} cannot be placed",
@@ -195,7 +195,7 @@ class _Placer:
             where=self.program.lines.get(node),
         )
 
-    def _alike(self, node: Node, args: Sequence[Node]) -> Hashable:
+    def _layout_key(self, node: Node, args: Sequence[Node]) -> Hashable:
         """All that the layouts of a node's operands depend on: nodes with the same, of this program and others, are laid out the same. None of
         those that go by where their result ends."""
         if any(a.op.kind is Kind.SOURCE and not a.op.is_input and a.ndim for a in node.args):
@@ -204,7 +204,7 @@ class _Placer:
         shared = tuple(len(self.program.users[a]) > 1 for a in node.args)
         return self.options, self._inner, node.op, node.attrs, tuple(a.types for a in args), of_state, shared
 
-    def _turned(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
+    def _resharded(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
         """The op sharded along another of its dims, where it would have to gather along the axis."""
         if node.op.kind is not Kind.WHOLE or node.op.equation is None:
             return None
@@ -245,7 +245,7 @@ class _Placer:
         layouts = [_summed(a.layout) if math.prod(node.types[0].shape) > math.prod(a.shape) else a.layout for a in args]
         yield layouts
         for axis in reversed(self.mesh.axes):
-            layouts = [lay.uncut(axis) if lay.where_cut(axis) is not None else lay for lay in layouts]
+            layouts = [lay.uncut(axis) if lay.where_sharded(axis) is not None else lay for lay in layouts]
             yield layouts
 
     def _ways(self, axis: str, node: Node, eq: Equation, args: Sequence[Node]) -> list[_AxisStrategy]:
@@ -260,9 +260,9 @@ class _Placer:
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
             if label != ONE and (label not in eq.whole or node.op.across and not self.options.in_order):
-                ways.append(_way(_cut_places(eq, label, here, args), here, args, axis, n))
+                ways.append(_way(_sharded_places(eq, label, here, args), here, args, axis, n))
         wanted = self._wanted(axis, node, eq) if axis in self.inner else []
-        ways = [_way(_cut_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
+        ways = [_way(_sharded_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
         if wanted or axis in self.options.scatter:
             ways = [_AxisStrategy(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
@@ -327,19 +327,19 @@ class _Placer:
             return []
         label = eq.label(k, dim)
         kept = label not in eq.whole and label != ONE and label in eq.outs[0]
-        return [_way(_cut_places(eq, label, here, args), here, args, axis, n)] if kept else []
+        return [_way(_sharded_places(eq, label, here, args), here, args, axis, n)] if kept else []
 
 
 def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
     """The op on these operands, or what stands for it where a dim is sharded that it needs in full."""
     if node.op.across is not None and node.op.equation is not None:
         eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
-        if any(label in eq.whole and is_cut(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
+        if any(label in eq.whole and is_sharded(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
             return node.op.across(*args, **attrs)  # type: ignore[no-any-return]
     return make(node.op, tuple(args), attrs)
 
 
-def _pending(value: Node) -> set[str]:
+def _partial_axes(value: Node) -> set[str]:
     """Axes along which a sum is due."""
     return {axis for axis, p in value.layout.held if isinstance(p, P)} if len(value.types) == 1 else set()
 
@@ -370,7 +370,7 @@ def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> lis
     return sorted([*ways, _AxisStrategy(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
 
 
-def _cut_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:
+def _sharded_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:
     """Every operand with the label sharded along it, as the one that already is; the others replicated."""
     within = next((p.within for k, p in enumerate(here) if isinstance(p, S) and eq.label(k, p.dim) == label), None)
     dims = dict(eq.dims_of(label))

@@ -142,9 +142,9 @@ class Plan:
         return html_of(self)
 
     def __str__(self) -> str:
-        from weft.plan.summaries import told
+        from weft.plan.summaries import plan_text
 
-        return told(self)
+        return plan_text(self)
 
     def explain(self, run_model: bool = False) -> Listing:
         """Why it is as it is: for each decision the next best, what that costs, and what would flip it. `run_model` lets a file that the

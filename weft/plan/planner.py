@@ -242,7 +242,7 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
         return _infeasible(search, request, problem, lacking, least)
     exact = {name: _exactly(search, found) for name, found in pool.items()}
     exact |= _overlapped(search, exact)
-    within = _told_apart(search, exact, objective)
+    within = _known_difference(search, exact, objective)
     best, equal = choose(exact, objective, request.fastest, search.memory, within)
     others = {n: rounded_ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
@@ -281,7 +281,7 @@ def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str
     return made
 
 
-def _told_apart(search: Search, pool: Mapping[str, Found | Shared], objective: str) -> float:
+def _known_difference(search: Search, pool: Mapping[str, Found | Shared], objective: str) -> float:
     """How far apart (in ln) the times of two plans are known to differ. Measured steps tell it of those that compute; of one whose devices wait
     for the host, launches decide, which no measured step tells: there plans are known no better than any time is."""
     best = pool[min(pool, key=lambda n: _rank(pool[n], objective))]

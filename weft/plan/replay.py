@@ -10,7 +10,7 @@ from weft.core.errors import InvalidTransform, PlanError
 from weft.frontend.capture import Captured
 from weft.plan.rewritten import Move, as_products
 from weft.rewrite.certificate import proved_rules
-from weft.rewrite.search import Use, both_ways
+from weft.rewrite.search import Use, both_directions
 
 SPELLED = "matmul_as_einsum backwards at every matmul, gradients derived anew"
 
@@ -28,7 +28,7 @@ def rewritten(captured: Captured, moves: Sequence[Move] | None) -> tuple[Capture
 
 def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
     """The step after the moves; refused with the first that cannot be made here. What was known of its repeated blocks is not kept."""
-    step, rules = as_products(captured), both_ways(proved_rules())
+    step, rules = as_products(captured), both_directions(proved_rules())
     for k, move in enumerate(moves, 1):
         which = f"move {k} of {len(moves)} cannot be made"
         if move.forward and not step.gradients:

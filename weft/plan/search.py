@@ -255,14 +255,14 @@ class Search:
         """Step and memory of a setting; of a long row of micro-batches only the beginning is simulated, the rest repeats."""
         if setting not in self._steps:
             try:
-                self._steps[setting] = self._foresee(setting)
+                self._steps[setting] = self._predict(setting)
             except WeftError:
                 self._steps[setting] = (math.inf, math.inf)
             self.simulated += 1
         seconds, memory = self._steps[setting]
         return Found(setting, seconds, memory) if seconds < math.inf else None
 
-    def _foresee(self, s: Setting) -> tuple[float, float]:
+    def _predict(self, s: Setting) -> tuple[float, float]:
         step = None
 
         def at(micro: int) -> Timeline:
@@ -372,7 +372,7 @@ class Search:
         m = s.micro_batches
         forward = layers * plain.layer.forward + sum(t.forward for t in ends)
         backward = layers * plain.layer.backward[s.again] + sum(t.backward[s.again] for t in ends)
-        reduce, gather = self._travel(s) if travels and s.size("data") > 1 else (0.0, 0.0)
+        reduce, gather = self._link_seconds(s) if travels and s.size("data") > 1 else (0.0, 0.0)
         r, g = reduce * layers, gather * layers
         if s.zero == 3 and not s.gather_once:
             return m * (max(forward, g) + max(backward, g + r if s.overlap_grads else g))
@@ -382,7 +382,7 @@ class Search:
         begins_with = max(0.0, g - forward) if s.zero and s.overlap_params else 0.0
         return m * (forward + backward) + ends_with + begins_with
 
-    def _travel(self, s: Setting) -> tuple[float, float]:
+    def _link_seconds(self, s: Setting) -> tuple[float, float]:
         """Seconds that gradients and parameters of one layer spend on their link."""
         key = (s.tp, s.cp, s.replicas, s.ep, s.zero == 0, s.zero == 3)
         if (key, "r") not in self._links:

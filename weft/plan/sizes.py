@@ -79,8 +79,8 @@ class Sized:
     def with_seq(self, seq: int) -> Sized:
         return replace(self, shape=replace(self.shape, seq=seq))
 
-    def may_cut(self, tp: int) -> bool:
-        return self.stack().may_cut(tp, 1)
+    def may_shard(self, tp: int) -> bool:
+        return self.stack().may_shard(tp, 1)
 
     @property
     def recompute(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Watched:
         made: Watched = self.remake(seq)
         return replace(made, how=self.how)
 
-    def may_cut(self, tp: int) -> bool:
+    def may_shard(self, tp: int) -> bool:
         return tp == 1
 
     def work(self, s: Setting) -> Workload:

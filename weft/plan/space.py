@@ -68,7 +68,7 @@ class Limits:
     def allows(self, s: Setting, besides: tuple[str, ...] = ()) -> bool:
         if self.max_tp and s.tp > self.max_tp:
             return False
-        return all(_said(s.named(key)) == value for key, value in self.pins.items() if key not in besides)
+        return all(_decision_text(s.named(key)) == value for key, value in self.pins.items() if key not in besides)
 
     def runnable(self) -> Limits:
         """The same without what parallelize does not do."""
@@ -103,7 +103,7 @@ def bytes_of(text: str | float) -> float:
     return size
 
 
-def _said(value: object) -> str:
+def _decision_text(value: object) -> str:
     return str(value).lower()
 
 
@@ -116,7 +116,7 @@ def parse_pins(texts: tuple[str, ...] | list[str]) -> dict[str, str]:
         if key not in PINNED or not value:
             kinds = "layouts of single tensors are not chosen here, so they cannot be pinned" if ":" in value else text
             raise PlanError(f"cannot pin {text!r}", needed=f"NAME=VALUE with a name of {', '.join(PINNED)}", found=kinds, try_="--pin tp=4")
-        pins[key] = _said(value.strip())
+        pins[key] = _decision_text(value.strip())
         _check_value(key, pins[key])
     return pins
 
@@ -156,7 +156,7 @@ class PlannedModel(Protocol):
     def odd(self) -> int: ...
     @property
     def resized(self) -> Callable[[int], PlannedModel] | None: ...
-    def may_cut(self, tp: int, cp: int) -> bool: ...
+    def may_shard(self, tp: int, cp: int) -> bool: ...
     def work(self, s: Setting) -> Workload: ...
 
 
@@ -210,7 +210,7 @@ def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[
 
 def _cuts(problem: PlanProblem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
     small = tp <= largest["tp"] and pp <= min(largest["pp"], problem.depth) and cp <= largest["cp"]
-    return small and problem.shape.may_cut(tp, cp)
+    return small and problem.shape.may_shard(tp, cp)
 
 
 def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
@@ -226,7 +226,7 @@ def _micro_batches(problem: PlanProblem, replicas: int) -> list[int]:
 
 
 def _choices(problem: PlanProblem, space: Space, base: Setting) -> Iterator[Setting]:
-    for sp, overlap in _tensor_ways(space, base):
+    for sp, overlap in _tensor_strategies(space, base):
         for recompute in space.recompute:
             for schedule, chunks in _schedules(problem, space, base):
                 yield replace(base, sp=sp, async_tp=overlap, recompute=recompute, schedule=schedule, virtual=chunks)
@@ -241,7 +241,7 @@ def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:
                 yield made
 
 
-def _tensor_ways(space: Space, base: Setting) -> list[tuple[bool, bool]]:
+def _tensor_strategies(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     if base.tp == 1:
         return [(False, False)]
     best = max(space.async_tp)  # a collective in pieces overlapped with its matmul is never later than one before it

@@ -204,7 +204,7 @@ class Spec:
         if self.recompute or "recompute" in said:
             yield next((word for word, way in RECOMPUTE_WORDS.items() if way == self.recompute), f"recompute:{self.recompute}")
         yield from (f"zero{level}:{pattern}" for pattern, level in self.groups)
-        yield from ("stage:" + "+".join(map(_told_piece, stage)) for stage in self.stages)
+        yield from ("stage:" + "+".join(map(_piece_text, stage)) for stage in self.stages)
         yield from (f"cut:{path}" for path in self.cuts)
         yield from (f"pin:{pin.replace(',', '+')}" for pin in self.pins)
         yield from ("share:" + "*".join(map(str, share)) for share in self.shares)
@@ -285,7 +285,7 @@ def _piece(text: str) -> Piece:
     return found[1], found[2] or "none", int(found[3] or 1)
 
 
-def _told_piece(piece: Piece) -> str:
+def _piece_text(piece: Piece) -> str:
     name, way, n = piece
     return name + (f"/{way}" if way != "none" else "") + (f"*{n}" if n != 1 else "")
 

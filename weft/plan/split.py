@@ -72,8 +72,8 @@ class Stage:
 def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
     """The stages of a step, split for balance unless told where."""
     forward = Forward(captured)
-    cuts = chosen_cuts(captured, stages) if cuts is None else cuts
-    made = forward.stages(forward.cut_at(cuts), len(cuts) + 1, again)
+    cuts = chosen_ends(captured, stages) if cuts is None else cuts
+    made = forward.stages(forward.split_at(cuts), len(cuts) + 1, again)
     return _with_gradients(captured, made) if captured.gradients else tuple(made)
 
 
@@ -91,11 +91,11 @@ def numbered(stages: Iterable[Stage], numbers: Sequence[int]) -> tuple[Stage, ..
     return tuple(replace(s, number=k) for s, k in zip(stages, numbers, strict=True))
 
 
-def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:
+def chosen_ends(captured: Captured, stages: int) -> tuple[Cut, ...]:
     """Where stages are parted so that their work is even."""
     forward = Forward(captured)
     if stages > (forward.repeats or len(forward.ends) + 1):
-        forward.cut_anywhere(stages)
+        forward.split_anywhere(stages)
     most = len(forward.ends) + 1
     if stages > most:
         raise PlanError(
@@ -104,10 +104,10 @@ def chosen_cuts(captured: Captured, stages: int) -> tuple[Cut, ...]:
             found=str(most),
             try_=f"pp{most}" if most > 1 else "a plan without pp: there is one op alone",
         )
-    return balanced_cuts(forward, stages)
+    return balanced_ends(forward, stages)
 
 
-def balanced_cuts(forward: Forward, stages: int) -> tuple[Cut, ...]:
+def balanced_ends(forward: Forward, stages: int) -> tuple[Cut, ...]:
     return tuple(forward.ends[k] for k in balanced(forward.weights(), stages))
 
 
@@ -138,7 +138,7 @@ class Forward:
         self.repeats = len(self.blocks)
         self.ends = [self.given(b) for b in self.blocks] or [(self.main[i],) for i in narrow(self.main, self.active)]
 
-    def cut_anywhere(self, stages: int) -> None:
+    def split_anywhere(self, stages: int) -> None:
         """Ends where several values pass, as few as give so many stages: skip connections and branches cross such a border."""
         places = [tuple(n for n in self.main if n in open_) for _, open_ in _open(self.main, self.active, len(self.main)) if _may_pass(open_)]
         places = list(dict.fromkeys(places))
@@ -167,11 +167,11 @@ class Forward:
     def weights(self) -> list[float]:
         """Flops between the ends."""
         sums = [0.0] * (len(self.ends) + 1)
-        for n, k in self.cut_at(self.ends).items():
+        for n, k in self.split_at(self.ends).items():
             sums[k] += flops(n) if n in self.at else 0.0
         return sums
 
-    def cut_at(self, cuts: Sequence[Cut]) -> dict[Node, int]:
+    def split_at(self, cuts: Sequence[Cut]) -> dict[Node, int]:
         """The stage of every active value: the first whose end needs it, or behind all it reads."""
         found: dict[Node, int] = {}
         for k, cut in enumerate(cuts):
@@ -332,5 +332,5 @@ def _gradient(
 
 
 __all__ = [
-    "LOSS_SUM", "Cut", "Forward", "Region", "Stage", "balanced", "chosen_cuts", "narrow", "program_of", "split", "split_like",
+    "LOSS_SUM", "Cut", "Forward", "Region", "Stage", "balanced", "chosen_ends", "narrow", "program_of", "split", "split_like",
 ]  # fmt: skip

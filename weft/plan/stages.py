@@ -96,7 +96,7 @@ def with_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
     return with_pieces(setting, [(x.kind, x.copies, x.micro_batch, x.micro_batches) for x in shares])
 
 
-def deal(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:
+def split_batch(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:
     """How many of `total` each copy of every kind takes, at least one; `seconds(kind, n)` is what n take on that kind.
 
     All copies of a kind take the same, so one more for a kind is one more for each of its copies.
@@ -157,7 +157,7 @@ def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: 
         found = views[kind].price(at(n))
         return found.seconds if found is not None and found.memory <= views[kind].memory else math.inf
 
-    taken = deal(s.global_batch // rounds, counts, seconds)
+    taken = split_batch(s.global_batch // rounds, counts, seconds)
     if taken is None:
         return None
     found = [view.price(at(n)) for view, n in zip(views, taken, strict=True)]

@@ -22,7 +22,7 @@ from weft.rewrite.pattern import Star
 from weft.rewrite.prove.instances import declared
 from weft.rewrite.prove.shapes import base_labels
 from weft.rewrite.schema import OpHole, Schema, make_node
-from weft.rewrite.search import both_ways
+from weft.rewrite.search import both_directions
 
 RELAX = 1.05  # a step this much dearer than the best is still followed
 EFFORT = 5e6  # work of one ILP while searching
@@ -37,7 +37,7 @@ def value_rules() -> list[Schema]:
     such as those of transposes, change none."""
     from weft.rewrite.certificate import proved_rules
 
-    return both_ways(r for r in proved_rules() if _changes_products(r))
+    return both_directions(r for r in proved_rules() if _changes_products(r))
 
 
 def _changes_products(rule: Schema) -> bool:

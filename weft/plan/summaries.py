@@ -60,7 +60,7 @@ def _in_pieces(samples: int, rounds: int, batch: int) -> Row:
     return "micro-batch", str(samples), f"samples per device at a time, {_times(rounds, 'micro-batch')} per step, global batch {batch:,}"
 
 
-def told(plan: Plan, seconds: float | None = None) -> str:
+def plan_text(plan: Plan, seconds: float | None = None) -> str:
     """The plan as text a person reads in a minute, with the seconds planning took where they are given."""
     return "\n".join(_lines(plan, seconds))
 
@@ -173,7 +173,7 @@ def _captured(plan: Plan) -> Iterator[Row]:
         if size > 1:
             yield axis, str(size), _shared(placed, axis)
     rounds = int(placed["micro_batches"])
-    yield _in_pieces(s.global_batch // (rounds * _cuts_samples(placed)), rounds, s.global_batch)
+    yield _in_pieces(s.global_batch // (rounds * _batch_parts(placed)), rounds, s.global_batch)
     if s.zero and s.dp > 1:
         yield _sharded(s)
     again = {"": "all activations kept", "full": "blocks or segments recomputed in backward"}
@@ -187,21 +187,21 @@ def _shared(placed: Any, axis: str) -> str:
         return "replicated: more devices do not make this batch faster"
     params = program.inputs_for(Role.PARAMETER).values()
     cut = sum(isinstance(n.type.on(axis), S) for n in params)
-    samples = _cuts_batch(program, axis)
+    samples = _shards_batch(program, axis)
     if samples and not cut:
         return DEGREES["dp"]
     parts = [*(["the samples"] if samples else []), *([f"{cut} of {len(params)} parameters"] if cut else [])]
     return f"{' and '.join(parts) or 'intermediate values'} sharded"
 
 
-def _cuts_batch(program: Program, axis: str) -> bool:
+def _shards_batch(program: Program, axis: str) -> bool:
     batch = program.inputs_for(Role.BATCH).values() if axis in program.mesh.sizes else ()
     return any(isinstance(n.type.on(axis), S) for n in batch)
 
 
-def _cuts_samples(placed: Any) -> int:
+def _batch_parts(placed: Any) -> int:
     """Into how many parts the batch is sharded over replicas."""
-    return next((int(n) for axis, n in placed["mesh"].items() if axis == "dp" and _cuts_batch(step_of(placed["program"]), axis)), 1)
+    return next((int(n) for axis, n in placed["mesh"].items() if axis == "dp" and _shards_batch(step_of(placed["program"]), axis)), 1)
 
 
 # --- two plans
@@ -210,21 +210,22 @@ def _cuts_samples(placed: Any) -> int:
 def differences(a: Plan, b: Plan) -> Iterator[Row]:
     """What two plans decide or predict differently."""
     for name in ("model", "cluster", "seq", "objective", "origin"):
-        yield from _apart(name, str(getattr(a, name)), str(getattr(b, name)))
-    yield from _apart("rules", *(", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b)))
+        yield from _difference(name, str(getattr(a, name)), str(getattr(b, name)))
+    yield from _difference("rules", *(", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b)))
     for name in DECISIONS:
-        yield from _apart(name, str(a.setting.named(name)), str(b.setting.named(name)))
-    yield from _apart("layers", *(_layers(p)[0] if p.setting.pp > 1 and not p.layouts else "all on one stage" for p in (a, b)))
-    yield from _apart("recompute by layer", *(_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.named("recompute") for p in (a, b)))
-    yield from _apart("shares", *(", ".join(map(_share, p.setting.shares)) or "equal" for p in (a, b)))
+        yield from _difference(name, str(a.setting.named(name)), str(b.setting.named(name)))
+    yield from _difference("layers", *(_layers(p)[0] if p.setting.pp > 1 and not p.layouts else "all on one stage" for p in (a, b)))
+    mixed = (_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.named("recompute") for p in (a, b))
+    yield from _difference("recompute by layer", *mixed)
+    yield from _difference("shares", *(", ".join(map(_share, p.setting.shares)) or "equal" for p in (a, b)))
     x, y = (p.layouts.get("inputs", {}) for p in (a, b))
     for name in sorted({**x, **y}):
-        yield from _apart(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))
+        yield from _difference(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))
     for key in FORESEEN:
         if a.predicted[key] != b.predicted[key]:
             yield key, f"{a.predicted[key]:,.4g}", f"{b.predicted[key]:,.4g}"
 
 
-def _apart(name: str, a: str, b: str) -> Iterator[Row]:
+def _difference(name: str, a: str, b: str) -> Iterator[Row]:
     if a != b:
         yield name, a, b

@@ -98,21 +98,21 @@ class CapturedLayers:
     def _degrees(self) -> list[int]:
         limits, model = self.request.limits, self.problem.shape
         asked = limits.pins.get("tp")
-        fit = [t for t in divisors(self.problem.cluster.devices) if 1 < t <= (limits.max_tp or 64) and model.may_cut(t, 1)]
+        fit = [t for t in divisors(self.problem.cluster.devices) if 1 < t <= (limits.max_tp or 64) and model.may_shard(t, 1)]
         return [t for t in fit if asked is None or str(t) == asked]
 
 
-def plan_pinned(request: Request, pins: Sequence[Pin], say: Say = lambda _: None) -> Plan | Infeasible:
+def plan_pinned(request: Request, pins: Sequence[Pin], progress: Say = lambda _: None) -> Plan | Infeasible:
     """The best plan under pins of tensors; infeasible with the reason, and without which pin there is a plan."""
     odd = next((axis for pin in pins for axis, _ in pin.places if axis != "tp"), None)
     if odd is not None:
         raise PlanError(f"cannot pin a layout along {odd}", needed="layouts along tp: the ZeRO stage is pinned by zero=0 to 3", found=odd)
-    say("tensor layouts: pricing pins")
+    progress("tensor layouts: pricing pins")
     layers = CapturedLayers(request)
     best = layers.best(pins)
     if isinstance(best, str):
         return Infeasible(best, _nearest(layers, pins), {"weft": best})
-    made = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
+    made = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), progress)
     return with_layouts(made, layers.extra(made.setting, pins), pins, "weft") if isinstance(made, Plan) else made
 
 
@@ -134,22 +134,22 @@ def with_layouts(made: Plan, extra: float, pins: Sequence[Pin], origin: str) -> 
     return replace(made, origin=origin, predicted=predicted, setting=replace(made.setting, pins=tuple(map(str, pins))))
 
 
-def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, Any], say: Say = lambda _: None) -> Plan:
+def with_baseline(made: Plan, request: Request, name: str, plan: Mapping[str, Any], progress: Say = lambda _: None) -> Plan:
     """The plan next to a user's own for `parallelize_module`; where that is better, it is the plan."""
-    say(f"{name}: pricing")
+    progress(f"{name}: pricing")
     layers = CapturedLayers(request)
-    pins = _only_cut(dtensor_pins(layers.model().model, plan))
+    pins = _only_sharded(dtensor_pins(layers.model().model, plan))
     best = layers.best(pins)
     if isinstance(best, str):
         return replace(made, infeasible={**made.infeasible, name: best})
     shown = {**made.baselines_ms, name: float(f"{best.seconds * 1e3:.6g}")}
     if best.seconds * 1e3 >= made.step_ms:
         return replace(made, baselines_ms=shown)
-    theirs = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), say)
+    theirs = plan_stack(replace(request, limits=replace(request.limits, pins={**request.limits.pins, "tp": str(best.tp)})), progress)
     assert isinstance(theirs, Plan)
     return replace(with_layouts(theirs, layers.extra(theirs.setting, pins), pins, name), baselines_ms=shown)
 
 
-def _only_cut(pins: Sequence[Pin]) -> list[Pin]:
+def _only_sharded(pins: Sequence[Pin]) -> list[Pin]:
     """One-dimensional tensors a plan does not name may be laid out as the rest of it suggests."""
     return [p for p in pins if str(p).endswith(")") or not p.pattern.endswith((".bias", "norm.weight"))]

@@ -129,7 +129,7 @@ def flops(ops: Iterable[Op]) -> float:
     return sum(op.flops for op in ops)
 
 
-def beside_products(ops: tuple[Op, ...]) -> Iterator[Op]:
+def overlapped_with_matmuls(ops: tuple[Op, ...]) -> Iterator[Op]:
     """Each collective of tp hidden behind the matmul next to it: a gather behind the one after, a sum behind the one before."""
     waiting: Op | None = None
     for op in ops:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weft.report.facts import Facts
 
 
-def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Facts:
+def facts_of(source: str | Path, explained: bool = True, progress: Callable[[str], None] = lambda _: None, run_model: bool = False) -> Facts:
     """The facts of a plan file, of a run's folder, or of its file."""
     from weft.core.files import read_json
     from weft.plan import plan
@@ -30,11 +30,11 @@ def facts_of(source: str | Path, explained: bool = True, say: Callable[[str], No
         is_run = where.is_file() and "weft_run" in read_json(where)
     except (OSError, ValueError, TypeError):
         is_run = False
-    return of_run(run.load(where)) if is_run else of_plan(plan.load(where), explained, say, run_model)
+    return of_run(run.load(where)) if is_run else of_plan(plan.load(where), explained, progress, run_model)
 
 
 def report(
-    source: str | Path, out: str | Path = "", explained: bool = True, say: Callable[[str], None] = lambda _: None, run_model: bool = False,
+    source: str | Path, out: str | Path = "", explained: bool = True, progress: Callable[[str], None] = lambda _: None, run_model: bool = False,
     other: str | Path = "", refresh: int = 0,
 ) -> tuple[Path, Path]:  # fmt: skip
     """Write the page of a plan or run, or of two side by side, and a trace for Perfetto next to it; where they are.
@@ -49,11 +49,11 @@ def report(
     from weft.report.facts import perfetto
     from weft.report.page import page
 
-    facts = replace(facts_of(source, explained and not other, say, run_model), refresh=refresh)
+    facts = replace(facts_of(source, explained and not other, progress, run_model), refresh=refresh)
     if other:
         stems = Path(source).stem, Path(other).stem
         names = stems if stems[0] != stems[1] else (str(source), str(other))
-        facts = compared(facts, facts_of(other, False, say, run_model), names)
+        facts = compared(facts, facts_of(other, False, progress, run_model), names)
     page_at = Path(out) if out else _next_to(Path(source))
     page_at.parent.mkdir(parents=True, exist_ok=True)
     page_at.write_text(page(facts))

@@ -48,7 +48,7 @@ def figures(plan: Plan) -> list[Figure]:
     return made
 
 
-def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_model: bool = False) -> Facts:
+def of_plan(plan: Plan, explained: bool = True, progress: Say = lambda _: None, run_model: bool = False) -> Facts:
     """Everything a page tells of a plan."""
     base = Facts(
         title=f"{name_of(plan)} on {plan.cluster}",
@@ -58,25 +58,25 @@ def of_plan(plan: Plan, explained: bool = True, say: Say = lambda _: None, run_m
     if not plan.is_stack:
         from weft.report.of_captured import of_captured
 
-        say("the program")
+        progress("the program")
         made = replace(base, **{"causes_ms": _causes(plan), **of_captured(plan, run_model)})
-        return replace(made, reasons=_reasons(plan, say, run_model)) if explained and not made.says else made  # of a model that is still the one planned
+        return replace(made, reasons=_reasons(plan, progress, run_model)) if explained and not made.says else made  # of a model that is still the one planned
     plan.require_may_run(run_model)
-    say("the model")
+    progress("the model")
     made = replace(base, **_model(plan))
     if plan.setting.shares:
         return replace(made, memory_note="Copies of unequal devices take unequal shares; their step is not drawn.")
-    say("the step")
+    progress("the step")
     made = replace(made, **_step(plan))
     if explained:
-        made = replace(made, reasons=_reasons(plan, say, run_model))
+        made = replace(made, reasons=_reasons(plan, progress, run_model))
     return made
 
 
-def _reasons(plan: Plan, say: Say, run_model: bool = False) -> list[dict[str, Any]]:
+def _reasons(plan: Plan, progress: Say, run_model: bool = False) -> list[dict[str, Any]]:
     from weft.plan.explain import explain
 
-    return [r.data() for r in explain(plan, lambda text: say(f"what else for {text}"), run_model)]
+    return [r.data() for r in explain(plan, lambda text: progress(f"what else for {text}"), run_model)]
 
 
 def name_of(plan: Plan) -> str:

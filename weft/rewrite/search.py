@@ -37,7 +37,7 @@ class Outcome:
 
 def search(program: Program, cost: Cost, rules: Iterable[Schema] | None = None, *, relax: float = 1.05, budget: int = 100) -> Outcome:
     """The cheapest program within `budget` expansions. Without `rules`, every proved rule is used, both ways."""
-    ways = both_ways(_proved() if rules is None else rules)
+    ways = both_directions(_proved() if rules is None else rules)
     start = best_cost = cost(program)
     best: tuple[Program, tuple[str, ...]] = (program, ())
     count = itertools.count()
@@ -67,7 +67,7 @@ def _proved() -> tuple[Schema, ...]:
     return proved_rules()
 
 
-def both_ways(rules: Iterable[Schema]) -> list[Schema]:
+def both_directions(rules: Iterable[Schema]) -> list[Schema]:
     """The rules and their reverses; a rule that matches everything is left out."""
     found = [w for r in rules if len(r.left) == 1 for w in (r, flipped(r)) if w is not None]
     return [w for w in found if not isinstance(w.left[0], Hole)]

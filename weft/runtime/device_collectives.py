@@ -98,7 +98,7 @@ class DeviceCollectives(HostGroup):
         self.meet()
         return out
 
-    def lay_out(self, xs: Sequence[Tensor], places: Sequence[int], size: int) -> None:
+    def place_operands(self, xs: Sequence[Tensor], places: Sequence[int], size: int) -> None:
         """Operands put where the others can read them until they are put there again, each from its place on, in bytes."""
         if size not in self._laid:
             self._laid[size] = self.peers.empty(size)
@@ -185,7 +185,7 @@ define(
 )
 define(
     "near_lay_out(Tensor[] xs, int[] places, int size, int near) -> Tensor",
-    lambda xs, places, size, near: (_nears[near].lay_out(xs, places, size), xs[0].new_empty(1))[1],
+    lambda xs, places, size, near: (_nears[near].place_operands(xs, places, size), xs[0].new_empty(1))[1],
     lambda xs, places, size, near: xs[0].new_empty(1),
 )
 define(  # `laid` is what the other op gave: first that, then this

@@ -65,13 +65,13 @@ def faster_channels_last(graph: GraphModule, device: torch.device) -> bool:
 
 
 def _kind(n: Node) -> Kind:
-    def told(x: Any) -> Any:
+    def stable(x: Any) -> Any:
         value = x.meta["val"] if isinstance(x, Node) else x
         if isinstance(value, Tensor):
             return "tensor", tuple(value.shape), value.dtype, _is_image(value)
         return tuple(value) if isinstance(value, (list, tuple)) else value
 
-    return n.target, *map(told, n.args)
+    return n.target, *map(stable, n.args)
 
 
 def _milliseconds(kind: Kind, device: torch.device, turned: bool) -> float:

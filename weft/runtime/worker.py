@@ -50,14 +50,14 @@ def _report(error: BaseException, at: TracebackType | None, board: Board | None)
     if full or not isinstance(error, WeftError):
         traceback.print_exception(type(error), error, at)
         return
-    if board is not None and _said_by_another(board, str(error)):
+    if board is not None and _printed_by_another(board, str(error)):
         return
     frames = [f for f in traceback.extract_tb(at) if not f.filename.startswith(LIBRARY)]
     print("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]), end="", file=sys.stderr)
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _said_by_another(board: Board, text: str) -> bool:
+def _printed_by_another(board: Board, text: str) -> bool:
     """Whether another rank has printed this; if none has printed anything, this one does."""
     before = board.last_word()
     board.post_final_message(text)

@@ -10,7 +10,7 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops import comm
 from weft.ops.registry import Kind
-from weft.ops.source import input_held
+from weft.ops.source import input_in_layout
 from weft.rewrite import communicate as rules
 from weft.rewrite.engine import apply_rule
 from weft.schedule.moves import hoist_one
@@ -82,7 +82,7 @@ def _shard_one(p: Program, name: str) -> Program:
     m, outs = p.input_names[name], [o for o, i in p.state if i == name]
     what = f"shard_state {name}"
     cut = _the_slice(p, m, name, what)
-    small = input_held(m, cut.layout)
+    small = input_in_layout(m, cut.layout)
     for out in _next_value(p, name):
         if out.op is not comm.all_gather or out.args[0].type != cut.type:
             raise refuse(

@@ -109,7 +109,7 @@ def _fits(n: Node, eq: Equation, a: Node, label: str, d: int) -> bool:
 def _gathered(x: Node, fits: Callable[[int], bool]) -> Node:
     """The value with those dims in full whose shards do not fit."""
     for axis in reversed(x.mesh.axes):
-        at = x.layout.where_cut(axis)
+        at = x.layout.where_sharded(axis)
         if at is not None and not fits(at[0]):
             x = all_gather(x, axis=axis)
     return x

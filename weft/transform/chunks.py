@@ -92,7 +92,7 @@ def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[No
     eq, first = equation_of(n) if n.op.products is not None else None, n.args[0] if n.args else n
     if eq is None or first.op is not all_gather or first.attr("axis") != axis or len(first.args) != 1:
         return None
-    at = first.args[0].layout.where_cut(axis)
+    at = first.args[0].layout.where_sharded(axis)
     assert at is not None
     atoms, lone = finest(first.args[0].layout.dims[at[0]], n.mesh)
     last = max((i for i, a in enumerate(atoms) if a.cut), default=-1)

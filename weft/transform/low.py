@@ -17,7 +17,7 @@ from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.ops.loss import cross_entropy_op
-from weft.ops.low import BLOCK, block_product, scaled_product
+from weft.ops.low import BLOCK, block_matmul, scaled_matmul
 from weft.ops.pointwise import add, cast
 from weft.ops.registry import Kind, equation_of
 from weft.ops.shape import narrow_op, together
@@ -39,7 +39,7 @@ def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False
         if not equation:
             return make(n.op, args, dict(n.attrs))
         found = _in_blocks(equation, n, args) if blocks else None
-        return found if found is not None else scaled_product(equation, args[0], args[1], n.dtype, n in forward)  # type: ignore[no-any-return]
+        return found if found is not None else scaled_matmul(equation, args[0], args[1], n.dtype, n in forward)  # type: ignore[no-any-return]
 
     def same(n: Node) -> Node:
         made[n] = n
@@ -61,7 +61,7 @@ def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:
     )
     for weights in dict.fromkeys(((square[0], square[1]), (False, False))):
         with suppress(LayoutError, TypeMismatch):
-            made = block_product(equation, args[0], args[1], n.dtype, weights)
+            made = block_matmul(equation, args[0], args[1], n.dtype, weights)
             if made.types == n.types:
                 return made  # type: ignore[no-any-return]
     return None

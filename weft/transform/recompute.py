@@ -23,7 +23,7 @@ from weft.frontend.capture import Captured
 from weft.ops.host import from_host, landed, to_host
 from weft.ops.registry import Kind
 from weft.plan.layers import Layers, of_host
-from weft.plan.split import Forward, Region, Stage, balanced_cuts
+from weft.plan.split import Forward, Region, Stage, balanced_ends
 
 
 def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
@@ -45,9 +45,9 @@ def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
 
 
 def _segments(forward: Forward, host: str) -> tuple[Region, ...]:
-    cuts = balanced_cuts(forward, max(1, math.isqrt(len(forward.ends) + 1)))
+    cuts = balanced_ends(forward, max(1, math.isqrt(len(forward.ends) + 1)))
     parts: dict[int, set[Node]] = {}
-    for n, part in forward.cut_at(cuts).items():
+    for n, part in forward.split_at(cuts).items():
         if n.args:
             parts.setdefault(part, set()).add(n)
     return tuple(Region(nodes, nodes, host) for nodes in map(frozenset, parts.values())) if cuts else ()

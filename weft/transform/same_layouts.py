@@ -15,7 +15,7 @@ from weft.core.layout import Layout, Placement, R
 from weft.core.node import Node, Op, make
 from weft.core.program import Program, new_program
 from weft.ops.comm import is_comm
-from weft.ops.source import input_held
+from weft.ops.source import input_in_layout
 from weft.plan.place import PlacingOptions, place
 from weft.rewrite.engine import erase_nodes
 
@@ -112,7 +112,7 @@ def _made(node: Node, own: Node, args: tuple[Node, ...]) -> Node:
         layout = Layout.of(node.mesh, own.shape, node.layout.placements)
         if not layout.is_even:
             raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
-        return input_held(own, layout)  # type: ignore[no-any-return]
+        return input_in_layout(own, layout)  # type: ignore[no-any-return]
     if is_comm(node) or node.op is not own.op:  # items of what several tensors sent at once give
         return make(node.op, args, dict(node.attrs))
     return make(node.op, args, dict(own.attrs) | {k: v for k, v in node.attrs if k in LAID_OUT})

@@ -172,7 +172,7 @@ def _before(path: str, forward: Forward, reads: Mapping[Node, set[str]], places:
         return None
     first = min(inside, key=forward.at.__getitem__)
     for cut in places:
-        behind = {n for n, stage in forward.cut_at([cut]).items() if stage}
+        behind = {n for n, stage in forward.split_at([cut]).items() if stage}
         if inside.keys() <= behind:
             return None if any(n in behind and n in reads and n is not first for n in toposort([first])) else cut
     return None

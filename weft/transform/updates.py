@@ -106,4 +106,4 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
 
 def _alone(p: Program, n: Node) -> bool:
     """Sharded by no axis: only such values can be laid end to end."""
-    return all(n.layout.where_cut(a) is None for a in p.mesh.axes)
+    return all(n.layout.where_sharded(a) is None for a in p.mesh.axes)

@@ -10,7 +10,7 @@ from tests.frontend.capture.checks import same_as_torch
 from weft.core.errors import CaptureError, PlanError, TypeMismatch
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Type
-from weft.frontend.capture import capture, teach
+from weft.frontend.capture import capture, register_lowering
 from weft.frontend.capture.handlers import ATEN
 from weft.ops.registry import Kind
 from weft.ops.source import input_node
@@ -150,7 +150,7 @@ def test_the_lines_that_teach_an_op_do():
     op = torch.ops.aten.asinh.default
     try:
         asinh = weft.define("asinh", kind=Kind.POINTWISE, equation="a b -> a b", run=torch.asinh, vjp=lambda n, ct: (ct / asinh_root(n),))
-        teach(op)(asinh)
+        register_lowering(op)(asinh)
         captured = same_as_torch(Net(torch.asinh), total, (X,))
         assert captured.opaque == {}
         assert len(captured.program.find_all("asinh")) == 1

@@ -67,7 +67,7 @@ def function(*functions: Any, tensors: bool = False) -> Callable[[Handler], Hand
     return add
 
 
-def teach(op: Any) -> Callable[[Handler], Handler]:
+def register_lowering(op: Any) -> Callable[[Handler], Handler]:
     """Teach capture a torch op: `handler(*args)` takes nodes and gives nodes of weft ops."""
 
     def add(handler: Handler) -> Handler:

@@ -32,7 +32,7 @@ from weft.ops.opaque import independent_operands, opaque
 from weft.ops.pointwise import add, dropout_op, mul
 from weft.ops.registry import ONE, Equation, arg_sets
 from weft.ops.shape import expand, expand_op, narrow, reshape_op
-from weft.ops.source import input_held, input_node
+from weft.ops.source import input_in_layout, input_node
 
 AXIS = "micro"
 FIRST, PART = "first.", "part"  # inputs of a micro-batch: what was computed first, and which of the micro-batches it is
@@ -203,7 +203,7 @@ class _Derivation:
         name = n.attr("name")
         layout = Layout.of(self.mesh, n.shape, {AXIS: S(self.dims[name])} if name in self.dims else {})
         own = Layout.of(self.own, layout.largest_local)
-        return _MicroValue((Type(n.dtype, layout),), input_held(n, own))
+        return _MicroValue((Type(n.dtype, layout),), input_in_layout(n, own))
 
     def _first(self, n: Node) -> _MicroValue:
         """The full value, computed before the micro-batches."""
@@ -315,7 +315,7 @@ class _Derivation:
     def _of(self, held: _MicroValue) -> tuple[int, int, int]:
         """Where a micro-batch's elements stand in the full tensor: along which dim, in runs of how many, one of how many."""
         layout = held.types[0].layout
-        at = layout.where_cut(AXIS)
+        at = layout.where_sharded(AXIS)
         assert at is not None
         dim, k = at
         return dim, dim_size(layout.dims[dim][k:]) // self.parts, self.parts

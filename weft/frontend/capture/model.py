@@ -101,12 +101,10 @@ def require_torchs(model: Any, optimizer: Any) -> None:
     require_no_node_hooks(model)
     optimizers = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _require(optimizers, "optimizer", "a torch.optim.Optimizer over model.parameters()", optimizer)
-    if optimizer is not None:
-        _require_updates(model, optimizer)
 
 
-def require_optimizer(optimizer: Any) -> None:
-    """Refuse a training step without one."""
+def require_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Refuse a training step without one, or with one that updates nothing of the model, made for another or before the model was copied."""
     if optimizer is None:
         raise CaptureError(
             "a training step needs an optimizer",
@@ -118,10 +116,6 @@ def require_optimizer(optimizer: Any) -> None:
                 "weft.compile(model, plan, batch) for inference",
             ],
         )
-
-
-def _require_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that updates nothing of the model, as one made for another model or before the model was copied."""
     own = {id(p) for p in model.parameters()}
     theirs = [p for group in optimizer.param_groups for p in group["params"]]
     if own and theirs and not any(id(p) in own for p in theirs):

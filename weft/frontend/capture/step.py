@@ -117,7 +117,7 @@ def lesson(target: str) -> str:
     name = target.split(".")[1]
     return f"""
     import torch, weft
-    from weft.frontend.capture import teach
+    from weft.frontend.capture import register_lowering
     from weft.ops.registry import Kind
 
     {name} = weft.lang.define(
@@ -126,7 +126,7 @@ def lesson(target: str) -> str:
         run=torch.ops.{target},
         vjp=lambda n, ct: (...,),           # one gradient per operand, in weft ops
     )
-    teach(torch.ops.{target})({name})
+    register_lowering(torch.ops.{target})({name})
 """
 
 

@@ -161,10 +161,10 @@ def _masks_as_given() -> Iterator[None]:
     """Inside, torch's transformers take a mask as it is, and do not look whether it is causal: a hint that changes no value."""
     plain = transformer._detect_is_causal_mask
 
-    def told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = told
+    transformer._detect_is_causal_mask = is_causal_mask
     try:
         yield
     finally:

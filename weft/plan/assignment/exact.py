@@ -40,9 +40,9 @@ def solve(p: Problem, best: Choice | None, budget: Budget, gap: float = 1e-9) ->
     model = _HighsModel(p, best)
     model.h.setOptionValue("mip_rel_gap", gap)
     bound = model.relax(budget)
-    if model.is_whole():
+    if model.is_integral():
         return Outcome(better(best, model.found()), bound)
-    for fixed in (model.whole_nodes(), np.zeros(p.nodes, bool)):
+    for fixed in (model.integral_nodes(), np.zeros(p.nodes, bool)):
         while not budget.over:
             proved = model.branch(fixed, best, budget)
             found = model.found()
@@ -145,12 +145,12 @@ class _HighsModel:
         self.h.addRow(-np.inf, p.limit[t] / per, int(used.sum()), columns[used].astype(np.int32), p.m[entries][used] / per)
         self.seen.add(t)
 
-    def whole_nodes(self) -> NDArray[np.bool_]:
+    def integral_nodes(self) -> NDArray[np.bool_]:
         return np.maximum.reduceat(self.x, self.p.c_at[:-1]) > 1 - WHOLE
 
-    def is_whole(self) -> bool:
+    def is_integral(self) -> bool:
         optimal = self.h.getModelStatus() == self.hp.HighsModelStatus.kOptimal
-        return optimal and bool(self.whole_nodes().all()) and self.p.feasible(self._choice())
+        return optimal and bool(self.integral_nodes().all()) and self.p.feasible(self._choice())
 
     def branch(self, fixed: NDArray[np.bool_], best: Choice | None, budget: Budget) -> float:
         """Solve with integral x, `fixed` nodes held at their place in the last solution; the bound proved."""
@@ -178,7 +178,7 @@ class _HighsModel:
 
     def found(self) -> Choice | None:
         """The last solution, if HiGHS has one and it is integral. It may overrun times not yet added."""
-        if len(self.x) == 0 or not self.whole_nodes().all():
+        if len(self.x) == 0 or not self.integral_nodes().all():
             return None
         x = self._choice()
         return Choice(self.p.cost(x), x)

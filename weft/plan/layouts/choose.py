@@ -13,7 +13,7 @@ from weft.core.layout import Layout, Mesh, Placement, R, S
 from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.ops.comm import is_comm, reshard, slice_
-from weft.ops.source import input_held
+from weft.ops.source import input_in_layout
 from weft.plan.assignment import Solution, solve
 from weft.plan.assignment.budget import Budget
 from weft.plan.layouts.isomorphic import Instance
@@ -186,7 +186,7 @@ class _LayoutWriter:
 
     def _input(self, node: Node) -> Node:
         layout = self._layout(node.shape, self._way(node).results[0])
-        self.made[node] = input_held(node, layout)
+        self.made[node] = input_in_layout(node, layout)
         return self.made[node]
 
     def _node(self, node: Node) -> Node:

@@ -144,7 +144,7 @@ class _Builder:
             waits = [pending[a] for a in node.args]
             pending[node] = may_pend(node, waits)
             if self.part[node] not in by_part:
-                found = self._ways_of(node, waits)
+                found = self._strategies_of(node, waits)
                 self.sites.append(Site(node.op.name, found, (), np.zeros(len(found))))
                 by_part[self.part[node]] = len(self.sites) - 1
             at = self.site[node] = by_part[self.part[node]]
@@ -160,8 +160,8 @@ class _Builder:
     def _made(self, node: Node) -> list[Placements]:
         return [w.results[0] for w in self._ways(node)]
 
-    def _ways_of(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
-        found = self._every_way(node, waits)
+    def _strategies_of(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
+        found = self._every_strategy(node, waits)
         self.offered[self.part[node]] = list(dict.fromkeys(w.results[0] for w in found))
         if self.allow is None or node.op.is_item:
             return found
@@ -170,7 +170,7 @@ class _Builder:
             raise PlanError(f"no layout of {node.op.name} is allowed", needed="one that is", found=f"{len(found)}, none of them allowed")
         return allowed
 
-    def _every_way(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
+    def _every_strategy(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         if node in self.program.input_set:
             return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
         if node.op.is_item:

@@ -79,7 +79,7 @@ def _undo(mesh: Mesh, here: list[Placement], target: Placements, i: int) -> tupl
     if now == there and (not isinstance(now, S) or _outer(here, i, now.dim) == _outer(target, i, now.dim)):
         return "", now
     if isinstance(now, S):
-        if isinstance(there, S) and there.dim != now.dim and _may_cut(here, target, i, there.dim):
+        if isinstance(there, S) and there.dim != now.dim and _may_shard(here, target, i, there.dim):
             return "all_to_all", there
         return "all_gather", R
     if isinstance(now, P) and not isinstance(there, S):
@@ -92,7 +92,7 @@ def _outer(places: list[Placement] | Placements, i: int, dim: int) -> list[tuple
     return [(j, p) for j, p in enumerate(places[:i]) if isinstance(p, S) and p.dim == dim]
 
 
-def _may_cut(here: list[Placement], target: Placements, i: int, dim: int) -> bool:
+def _may_shard(here: list[Placement], target: Placements, i: int, dim: int) -> bool:
     """Whether axis i may shard the dim now: all else that shards it in the end does already, and nothing more."""
     cutting = [[(j, p) for j, p in enumerate(places) if j != i and isinstance(p, S) and p.dim == dim] for places in (here, target)]
     return cutting[0] == cutting[1]

@@ -59,7 +59,7 @@ class Strategies:
     def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Strategy, ...]:
         """An input may be laid out in any even layout, or in those given."""
         options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
-        options = [p for p in options if pinned or centre is None or _apart(p, centre[0]) <= 1]
+        options = [p for p in options if pinned or centre is None or _distance(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
         found = tuple(Strategy((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
         if not found:
@@ -82,7 +82,7 @@ class Strategies:
         attrs = _attrs(node, self.mesh)
         free = node.op.equation is None
         shapes = tuple((t.shape, t.dtype) for a in node.args for t in a.types)
-        inner = () if free else _inner_cuts(incoming)
+        inner = () if free else _inner_shards(incoming)
         key = node.op, tuple(sorted(attrs.items(), key=str)), shapes, tuple(pending), tuple(map(tuple, incoming)) if free else inner, centre
         if key not in self._known:
             options = self._as_they_come(node, incoming) if free else self._by_equation(node, attrs, pending, inner, centre)
@@ -100,13 +100,13 @@ class Strategies:
     ) -> Iterator[tuple[Placements, ...]]:
         whole = tuple(_type_on(t, self.mesh) for a in node.args for t in a.types)
         eq = node.op.equation(whole, attrs)
-        per_axis = [list(self._axis_ways(node, eq, axis, pending, inner)) for axis in self.mesh.axes]
+        per_axis = [list(self._axis_strategies(node, eq, axis, pending, inner)) for axis in self.mesh.axes]
         by_axis = None if centre is None else list(zip(*centre, strict=True))  # what each axis does to all operands
-        near = (c for c in itertools.product(*per_axis) if by_axis is None or _apart(c, by_axis) <= 1)
-        for combo in sorted(near, key=lambda c: sum(_is_whole(w) for w in c))[:MOST]:
+        near = (c for c in itertools.product(*per_axis) if by_axis is None or _distance(c, by_axis) <= 1)
+        for combo in sorted(near, key=lambda c: sum(_is_replicated(w) for w in c))[:MOST]:
             yield tuple(tuple(way[k] for way in combo) for k in range(len(node.args)))
 
-    def _axis_ways(self, node: Node, eq: Equation, axis: str, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placement, ...]]:
+    def _axis_strategies(self, node: Node, eq: Equation, axis: str, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placement, ...]]:
         n, operands = self.mesh.sizes[axis], range(len(node.args))
         yield tuple(R for _ in operands)
         if n == 1:
@@ -116,7 +116,7 @@ class Strategies:
             withins = [None, *(w for k, d, w in inner if eq.label(k, d) == label)]
             if all(node.args[k].shape[d] % n == 0 for k, d in eq.dims_of(label)):
                 yield from (tuple(S(dims[k], w) if k in dims else R for k in operands) for w in dict.fromkeys(withins))
-        for who in _together(node):
+        for who in _jointly_linear(node):
             if all(pending[k] for k in who):
                 yield tuple(P() if k in who else R for k in operands)
 
@@ -152,18 +152,18 @@ class Strategies:
         return Type(type_.dtype, layout) if layout.is_even else None
 
 
-def _inner_cuts(incoming: Sequence[Sequence[Placements]]) -> Inner:
+def _inner_shards(incoming: Sequence[Sequence[Placements]]) -> Inner:
     """Operand, dim and part of every sharding inside a dim that an operand can come with."""
     places = ((k, p) for k, layouts in enumerate(incoming) for layout in layouts for p in layout)
     return tuple(dict.fromkeys((k, p.dim, p.within) for k, p in places if isinstance(p, S) and p.within is not None))
 
 
-def _apart(a: Sequence[object], b: Sequence[object]) -> int:
+def _distance(a: Sequence[object], b: Sequence[object]) -> int:
     """Along how many axes two ways differ."""
     return sum(x != y for x, y in zip(a, b, strict=True))
 
 
-def _is_whole(way: tuple[Placement, ...]) -> bool:
+def _is_replicated(way: tuple[Placement, ...]) -> bool:
     return all(p == R for p in way)
 
 
@@ -190,7 +190,7 @@ def _stand_in(node: Node, operands: tuple[Type, ...], results: tuple[Type, ...])
     return Node(node.op, args, node.attrs, results)
 
 
-def _together(node: Node) -> list[frozenset[int]]:
+def _jointly_linear(node: Node) -> list[frozenset[int]]:
     """Operands in which the node is linear together, of those it has: a norm need have neither gain nor shift."""
     return [who for who in arg_sets(node.op.linear, len(node.args)) if who and max(who) < len(node.args)]
 
@@ -201,4 +201,4 @@ def may_pend(node: Node, pending: Sequence[bool]) -> bool:
         return node.op.kind is Kind.VIEW and any(pending)
     eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
     reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.whole)
-    return reduced or any(all(pending[k] for k in who) for who in _together(node))
+    return reduced or any(all(pending[k] for k in who) for who in _jointly_linear(node))

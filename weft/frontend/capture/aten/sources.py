@@ -162,7 +162,7 @@ def _cauchy(r: Recorder, x: Node, median: float = 0, sigma: float = 1, generator
     return to_dtype(w.add(w.mul(w.div(w.sin(turn), w.cos(turn)), float(sigma)), float(median)), x.dtype)
 
 
-def _whole_numbers(r: Recorder, shape: Any, low: int, high: int, dtype: torch.dtype) -> Node:
+def _integers(r: Recorder, shape: Any, low: int, high: int, dtype: torch.dtype) -> Node:
     u = _draw(uniform, r, shape, torch.float64)
     return to_dtype(w.add(to_dtype(w.floor(w.mul(u, float(high - low))), torch.int64), low), dtype)
 
@@ -170,12 +170,12 @@ def _whole_numbers(r: Recorder, shape: Any, low: int, high: int, dtype: torch.dt
 @aten("randint.default", "randint.low")
 def _randint(r: Recorder, *given: Any, dtype: Any = None, **_: Any) -> Node:
     *bounds, size = given
-    return _whole_numbers(r, size, *([0, *bounds][-2:]), _kind(dtype, torch.int64))
+    return _integers(r, size, *([0, *bounds][-2:]), _kind(dtype, torch.int64))
 
 
 @aten("randint_like.default", "randint_like.low_dtype")
 def _randint_like(r: Recorder, x: Node, *bounds: Any, dtype: Any = None, **_: Any) -> Node:
-    return _whole_numbers(r, x.shape, *([0, *bounds][-2:]), _kind(dtype, x.dtype))
+    return _integers(r, x.shape, *([0, *bounds][-2:]), _kind(dtype, x.dtype))
 
 
 @aten("randperm.default")
