@@ -30,7 +30,8 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.handlers import ATEN
 from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import _twin
-from weft.frontend.capture.optimizers import COUNT, counted_before, kept_state, put_state
+from weft.frontend.capture.optimizer_settings import COUNT
+from weft.frontend.capture.optimizers import counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
 

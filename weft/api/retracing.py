@@ -33,7 +33,7 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizers import COUNT, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, settings_of
 from weft.frontend.capture.places import Change, Place, holds_traced, is_number
 from weft.frontend.capture.step import named_batch
 from weft.ops.pointwise import add, mul

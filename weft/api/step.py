@@ -34,7 +34,8 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizers import COUNT, note_updates, put_state
+from weft.frontend.capture.optimizer_settings import COUNT
+from weft.frontend.capture.optimizers import note_updates, put_state
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
 from weft.plan.place import place

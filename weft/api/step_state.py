@@ -20,7 +20,7 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizers import COUNT, is_given, number, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, is_given, number, settings_of
 
 if TYPE_CHECKING:
     from weft.api.retracing import Variants

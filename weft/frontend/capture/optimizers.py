@@ -1,6 +1,6 @@
 """The update that an optimizer makes, captured from its own `step()`.
 
-It is run on stand-ins: of every kind of parameter two, whose values, gradients, state and settings are inputs. What the first update gives and
+It is run on stand-ins of every kind of parameter, two of each. What the first update gives and
 what later ones give are both traced, and joined where they differ. Parameters of one kind share one update; where one reads another's
 gradient, all are traced together. An update that weft has an op for, as Adam's, is recognised by what it computes.
 """
@@ -8,12 +8,10 @@ gradient, all are traced together. An update that weft has an op for, as Adam's,
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,58 +24,12 @@ from weft.core.errors import CaptureError, WeftError
 from weft.core.node import Node, remade, toposort
 from weft.core.role import Role
 from weft.frontend.capture.guards import unheard
-from weft.frontend.capture.handlers import to_dtype
-from weft.frontend.capture.modes import listening_to_torch
-from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking, evaluate, number_of
-from weft.frontend.capture.recorder import Recorder
-from weft.ops import pointwise as w
+from weft.frontend.capture.numbers import WIDE, evaluate
+from weft.frontend.capture.optimizer_settings import COUNT, number
+from weft.frontend.capture.stand_ins import GroupChanges, Leaf, StandIns, leaf_names, own_step
 from weft.ops.optimizers import KNOWN, Body, Known, body_of, runs_the_same
 from weft.ops.pointwise import add
 from weft.ops.source import input_op
-
-COUNT = "count"  # among the settings that are inputs: each parameter counts its own updates
-HOW = {"foreach": False, "fused": False, "capturable": False}  # which of torch's own forms of an update is run
-_SKIPPED = {"params", "param_names", *HOW}
-
-
-# -- settings --------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A parameter group without its parameters: numbers by the names they have as inputs, and all the rest, with which it is another program."""
-
-    numbers: dict[str, float]
-    form: tuple[Any, ...]
-
-
-def number(x: Any) -> float:
-    """A setting, which torch also takes as a tensor, as a number."""
-    if isinstance(x, Tensor):
-        with _disable_current_modes():
-            return float(x.detach())
-    return float(x)
-
-
-def _is_number(x: Any) -> bool:
-    return (isinstance(x, (int, float)) and not isinstance(x, bool)) or (isinstance(x, Tensor) and x.numel() == 1)
-
-
-def settings_of(group: Mapping[str, Any]) -> Settings:
-    numbers: dict[str, float] = {}
-    form = []
-    for key, x in group.items():
-        if key in _SKIPPED:
-            continue
-        several = isinstance(x, (tuple, list)) and bool(x) and all(map(_is_number, x))
-        numbers |= {f"{key}_at_{i}": number(v) for i, v in enumerate(x)} if several else {key: number(x)} if _is_number(x) else {}
-        form.append((key, str(x.dtype) if isinstance(x, Tensor) else len(x) if several else None if _is_number(x) else repr(x)))
-    return Settings(numbers, tuple(form))
-
-
-def is_given(name: str, given: Collection[str]) -> bool:
-    return name == "lr" or name in given
-
 
 # -- what is refused -------------------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +39,7 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
     from torch.optim import optimizer as torchs
 
     name = type(optimizer).__name__
-    wants = [p.name for p in list(inspect.signature(_plain(type(optimizer).step)).parameters.values())[1:] if p.default is p.empty and p.kind < 2]
+    wants = [p.name for p in list(inspect.signature(own_step(type(optimizer).step)).parameters.values())[1:] if p.default is p.empty and p.kind < 2]
     if wants:
         raise CaptureError(
             f"{name} computes the loss itself, as often as it likes",
@@ -128,250 +80,6 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
 def _harmless(f: Any) -> bool:
     """A scheduler counts the calls of step and changes nothing; while a step is traced, its methods are weft's."""
     return bool(getattr(f, "_wrapped_by_lr_sched", False) or getattr(f, "of_weft", False))
-
-
-def _plain(step: Any) -> Any:
-    """A step without what torch puts around it: profiling, hooks, no_grad."""
-    while hasattr(step, "__wrapped__") and step.__code__.co_filename.endswith(("torch/optim/optimizer.py", "torch/utils/_contextlib.py")):
-        step = step.__wrapped__
-    return step
-
-
-# -- stand-ins -------------------------------------------------------------------------------------------------------------------------------
-
-
-class _Kept(dict[Any, Any]):
-    """State of a parameter, or a group's settings: what is put there for the first time is what the state begins with."""
-
-    begin: Any = None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, self.begin(key, value) if self.begin is not None and key not in self else value)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for k, x in dict(*args, **kwargs).items():
-            self[k] = x
-
-
-Leaf = tuple[str, str]  # (whose, which): `p3`, a parameter by its number, or `group0`
-
-
-@dataclass
-class _Stood:
-    """An optimizer on stand-ins for some parameters: runs its step, and tells what becomes of them."""
-
-    optimizer: torch.optim.Optimizer
-    params: Sequence[tuple[int, Tensor, torch.dtype]]  # (group, parameter, dtype of its gradient)
-    given: Collection[str]
-    dtype: torch.dtype | None = None  # in which floats are tried, where not in their own
-    recorder: Recorder = field(default_factory=lambda: Recorder(computed=number_of))
-    initial: dict[Leaf, Node] = field(default_factory=dict)
-    late: set[Leaf] = field(default_factory=set)  # state whose first value is made of gradients
-    trees: dict[str, dict[Any, Any]] = field(default_factory=dict)  # of each parameter or group: key -> (how it is nested, what its leaves are)
-    owner: dict[Node, str] = field(default_factory=dict)
-    group_keys: list[set[str]] = field(default_factory=list)  # numbers of a group that the step changes
-
-    def __post_init__(self) -> None:
-        groups = self.optimizer.param_groups
-        self.settings = [settings_of(g) for g in groups]
-        values = {f"{k}.{i}": x for i, s in enumerate(self.settings) for k, x in s.numbers.items() if is_given(k, self.given)}
-        self.questions = Questions(values)
-        self.group_keys = self.group_keys or [set() for _ in groups]
-        for k, (_, p, _) in enumerate(self.params):
-            self._note(f"p{k}", self.optimizer.state.get(p, {}))
-        for i, keys in enumerate(self.group_keys):
-            self._note(f"group{i}", {key: groups[i][key] for key in keys if key in groups[i]})
-
-    def _note(self, who: str, state: Mapping[Any, Any]) -> None:
-        self.trees[who] = {key: self._tree(x) for key, x in state.items()}
-
-    def _tree(self, x: Any) -> tuple[Any, list[Any]]:
-        leaves, spec = tree_flatten(x)
-        return spec, [self._kind(leaf) for leaf in leaves]
-
-    def _kind(self, x: Any) -> Any:
-        """What a leaf of the state is: a tensor's shape and dtype, a kind of number, or itself."""
-        if isinstance(x, Tensor):
-            return tuple(x.shape), self._as(x.dtype)
-        if isinstance(x, torch.SymFloat):
-            return float
-        return type(x) if _is_number(x) else ("fixed", x)
-
-    def _as(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-
-    def input(self, who: str, which: str, shape: Any, dtype: torch.dtype, role: Role | None = None) -> Node:
-        name = f"{which}.{who}"
-        node = self.recorder.inputs.get(name)
-        if node is None:
-            node = self.recorder.declare(name, shape, dtype, role)
-            self.owner[node] = who
-        return node
-
-    def _stand_in(self, who: str, key: Any) -> Any:
-        """State that is there, as inputs, nested as it is."""
-        spec, kinds = self.trees[who][key]
-        leaves = []
-        for which, kind in zip(_leaf_names(key, len(kinds)), kinds, strict=True):
-            if kind in (int, float):
-                leaves.append(Number(Value(self.input(who, which, (), WIDE, Role.STATE))))
-            elif kind[0] == "fixed":
-                leaves.append(kind[1])
-            else:
-                leaves.append(self.recorder.wrap(self.input(who, which, *kind, Role.STATE)))
-        return tree_unflatten(leaves, spec)
-
-    def _begin(self, who: str, key: Any, value: Any) -> Any:
-        """What is put where nothing was: an input from here on, if it can be told without a gradient."""
-        leaves, spec = tree_flatten(value)
-        if leaves:
-            self.trees[who].setdefault(key, self._tree(value))
-        made = []
-        for which, leaf in zip(_leaf_names(key, len(leaves)), leaves, strict=True):
-            kind = self._kind(leaf)
-            node = leaf.node.node if isinstance(leaf, torch.SymFloat) else self.recorder.ref(leaf).read() if isinstance(leaf, Tensor) else None
-            if kind in (int, float) and node is None:
-                node = self.recorder.number(leaf, WIDE)
-            if node is None:
-                made.append(leaf)
-            elif any(n.op is input_op and n.role is not Role.PARAMETER for n in toposort([node])):
-                self.late.add((who, which))
-                made.append(leaf)
-            else:
-                self.initial[who, which] = node
-                now = self.input(who, which, node.shape, node.dtype, Role.STATE)
-                if isinstance(leaf, Tensor):
-                    self.recorder.ref(leaf).write(now)
-                made.append(leaf if isinstance(leaf, Tensor) else Number(Value(now)))
-        return tree_unflatten(made, spec)
-
-    def _setting(self, i: int, key: str, x: Any) -> Any:
-        """A setting as the step sees it: an input if it is given, else as it is."""
-        if key in HOW:
-            return HOW[key]
-        if isinstance(x, (tuple, list)) and x and all(map(_is_number, x)):
-            return type(x)(self._setting(i, f"{key}_at_{j}", v) for j, v in enumerate(x))
-        if not _is_number(x) or not is_given(key, self.given):
-            return number(x) if isinstance(x, Tensor) and x.numel() == 1 and self.dtype is not None else x
-        node = self.input(f"{i}", key, (), WIDE, Role.SETTING)
-        self.owner[node] = ""
-        if not isinstance(x, Tensor):
-            return Number(Value(node))
-        return self.recorder.wrap(to_dtype(node, self._as(x.dtype))).reshape(x.shape)
-
-    def run(self, fresh: bool) -> dict[Leaf, Node]:
-        """The step once: the next value of every parameter and all its state. `fresh` state is not there yet."""
-        mine: Any = object.__new__(type(self.optimizer))
-        mine.__dict__.update(self.optimizer.__dict__)
-        mine.__dict__.pop("step", None)
-        stood, states, groups = [], defaultdict[Any, Any](_Kept), []
-        for i, group in enumerate(self.optimizer.param_groups):
-            kept = _Kept({k: self._setting(i, k, x) for k, x in group.items() if k != "params" and k not in self.group_keys[i]})
-            kept |= {k: self._stand_in(f"group{i}", k) for k in self.group_keys[i] if k in self.trees[f"group{i}"] and (k in group or not fresh)}
-            kept["params"] = kept_params = list[Tensor]()
-            kept.begin = functools.partial(self._begin, f"group{i}")
-            groups.append(kept)
-            for k, (at, p, dtype) in enumerate(self.params):
-                if at == i:
-                    who = f"p{k}"
-                    stand = self.recorder.wrap(self.input(who, "param", p.shape, self._as(p.dtype), Role.PARAMETER), p)
-                    stand.grad = self.recorder.wrap(self.input(who, "grad", p.shape, self._as(dtype)), stand)
-                    stand.__dict__.update({n: x for n, x in vars(p).items() if n not in stand.__dict__})
-                    there = self.trees[who] if p in self.optimizer.state or not fresh else {}
-                    states[stand] = state = _Kept({key: self._stand_in(who, key) for key in there})
-                    state.begin = functools.partial(self._begin, who)
-                    stood.append((who, stand))
-                    kept_params.append(stand)
-        mine.param_groups, mine.state = groups, states
-        before = dict(mine.__dict__)
-        with torch.no_grad():
-            _plain(type(self.optimizer).step)(mine)
-        changed = [k for k, x in mine.__dict__.items() if k not in before or (x is not before[k] and x != before[k])]
-        if changed or len(states) != len(stood):
-            raise CaptureError(
-                f"{type(mine).__name__} keeps state outside of its parameters' own",
-                needed="what steps hand on in self.state[p] or in the parameter groups",
-                found=f"self.{changed[0]}" if changed else "state of something else than a parameter",
-            )
-        out = {(who, "param"): self.recorder.ref(t).read() for who, t in stood}
-        for who, t in stood:
-            out |= self._left(who, states[t])
-        for i, group in enumerate(groups):
-            out |= self._left_in_group(i, group)
-        return out
-
-    def _left(self, who: str, state: Mapping[Any, Any]) -> dict[Leaf, Node]:
-        out: dict[Leaf, Node] = {}
-        for key, x in state.items():
-            leaves, _ = tree_flatten(x)
-            if leaves:
-                self.trees[who].setdefault(key, self._tree(x))
-            for which, leaf in zip(_leaf_names(key, len(leaves)), leaves, strict=True):
-                if isinstance(leaf, torch.SymFloat):
-                    out[who, which] = leaf.node.node
-                elif isinstance(leaf, Tensor):
-                    out[who, which] = self.recorder.ref(leaf).read()
-                elif _is_number(leaf):
-                    out[who, which] = self.recorder.number(leaf, WIDE)
-        return out
-
-    def _left_in_group(self, i: int, now: Mapping[str, Any]) -> dict[Leaf, Node]:
-        """Numbers of a group that the step has changed are state too; those it had not been known to change are learnt."""
-        before = self.optimizer.param_groups[i]
-        fixed = [k for k in now if k not in self.group_keys[i] and k not in HOW and k != "params"]
-        moved = [k for k in fixed if k not in before or (_is_number(now[k]) and not isinstance(now[k], (torch.SymFloat, Tensor)) and now[k] != before[k])]
-        moved += [k for k in fixed if isinstance(now[k], torch.SymFloat) and now[k].node.node.op is not input_op]
-        if moved:
-            raise _GroupChanges(i, set(moved))
-        return self._left(f"group{i}", {k: now[k] for k in self.group_keys[i] if k in now})
-
-    # -- both runs -------------------------------------------------------------------------------------------------------------------------
-
-    def traced(self) -> dict[Leaf, Node]:
-        """The step for the first time, and later: one program of both."""
-        with listening_to_torch(self.recorder), asking(self.questions):
-            out = self._both_branches(True)
-            if len(out) > len(self.params) and not all(p in self.optimizer.state for _, p, _ in self.params):
-                later = self._both_branches(False)
-                for leaf in out.keys() | later.keys():
-                    a, b = out.get(leaf, later.get(leaf)), later.get(leaf, out.get(leaf))
-                    assert a is not None and b is not None
-                    out[leaf] = a if a is b else _where(w.lt(self.input("", COUNT, (), WIDE), 1.5), a, b)
-                self.owner[self.input("", COUNT, (), WIDE)] = ""
-            if "seed" in self.recorder.inputs:
-                raise CaptureError(
-                    f"{type(self.optimizer).__name__} draws random numbers as it updates", needed="an update without randomness", found="a draw"
-                )
-            return out
-
-    def _both_branches(self, fresh: bool) -> dict[Leaf, Node]:
-        out = self.questions.joined(lambda: self.run(fresh), self._join)
-        if isinstance(out, Exception):
-            raise out
-        return out  # type: ignore[no-any-return]
-
-    def _join(self, condition: Node, a: dict[Leaf, Node], b: dict[Leaf, Node]) -> dict[Leaf, Node]:
-        def there(out: dict[Leaf, Node], other: dict[Leaf, Node], leaf: Leaf) -> Node:
-            return out.get(leaf) or self.recorder.inputs.get(f"{leaf[1]}.{leaf[0]}") or other[leaf]
-
-        return {leaf: x if (x := there(a, b, leaf)) is (y := there(b, a, leaf)) else _where(condition, x, y) for leaf in {**a, **b}}
-
-
-class _GroupChanges(Exception):
-    """A step changes numbers of a group, which are state then."""
-
-
-def _where(condition: Node, a: Node, b: Node) -> Node:
-    return w.where(condition, a, to_dtype(b, a.dtype))  # type: ignore[no-any-return]
-
-
-def _leaf_names(key: Any, n: int) -> list[str]:
-    return [str(key)] if n == 1 else [f"{key}_{i}" for i in range(n)]
 
 
 @contextlib.contextmanager
@@ -462,14 +170,14 @@ def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tens
 
 def _traced(
     optimizer: torch.optim.Optimizer, params: Any, given: Any, dtype: torch.dtype | None = None, both: bool = True
-) -> tuple[_Stood, dict[Leaf, Node]]:
+) -> tuple[StandIns, dict[Leaf, Node]]:
     keys: list[set[str]] = [set() for _ in optimizer.param_groups]
     while True:
-        stood = _Stood(optimizer, params, given, dtype, group_keys=keys)
+        stood = StandIns(optimizer, params, given, dtype, group_keys=keys)
         stood.questions.both = both
         try:
             return stood, stood.traced()
-        except _GroupChanges as change:
+        except GroupChanges as change:
             i, more = change.args
             keys[i] |= more
         except WeftError:
@@ -492,11 +200,11 @@ def _signature(optimizer: torch.optim.Optimizer, p: Tensor) -> Any:
     return tuple((str(k), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_flatten(v)[0])) for k, v in state.items()), marks
 
 
-def _update(stood: _Stood, out: Mapping[Leaf, Node], who: str) -> Update:
+def _update(stood: StandIns, out: Mapping[Leaf, Node], who: str) -> Update:
     outputs = {which: n for (at, which), n in out.items() if at == who}
     inputs = {n.attr("name").removesuffix(f".{who}"): n for n, at in stood.owner.items() if at == who}
     initial = {which: n for (at, which), n in stood.initial.items() if at == who}
-    nest = {key: (spec, _leaf_names(key, len(leaves)), leaves) for key, (spec, leaves) in stood.trees[who].items()}
+    nest = {key: (spec, leaf_names(key, len(leaves)), leaves) for key, (spec, leaves) in stood.trees[who].items()}
     counted = tuple(s for s, n in outputs.items() if s != "param" and _counts(inputs.get(s), n, initial.get(s))) if not who.startswith("group") else ()
     return Update(inputs, outputs, initial, nest, counted)
 
@@ -509,7 +217,7 @@ def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
     return one.op.is_number and one.attr("value") == 1 and (initial is None or evaluate(initial, {}) == 0)
 
 
-def _is_separable(stood: _Stood, out: Mapping[Leaf, Node]) -> bool:
+def _is_separable(stood: StandIns, out: Mapping[Leaf, Node]) -> bool:
     """Whether what becomes of a parameter depends on its own inputs, settings and its group's numbers alone."""
     shared = {"", *(f"group{i}" for i in range(len(stood.group_keys)))}
     return all(stood.owner[n] in {who, *shared} for (who, _), root in out.items() for n in toposort([root]) if n.op is input_op)
@@ -523,7 +231,7 @@ def _same_update(a: Update, b: Update) -> bool:
     return all(there[n] is a.outputs[k] for k, n in b.outputs.items())
 
 
-def _updates(tried: Sequence[_Stood], out: Mapping[Leaf, Node], of: Sequence[Update], apart: bool) -> Updates:
+def _updates(tried: Sequence[StandIns], out: Mapping[Leaf, Node], of: Sequence[Update], apart: bool) -> Updates:
     groups = {i: _update(tried[0], out, f"group{i}") for i, keys in enumerate(tried[0].group_keys) if keys}
     inputs = {n: x for stood in tried for n, x in stood.recorder.inputs.items()}
     settings = {n: x for n, x in inputs.items() if x.role is Role.SETTING}
@@ -572,7 +280,7 @@ def kept_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
     """The state of a parameter as a run before this one, or the optimizer itself, left it, leaf by leaf."""
     state = optimizer.state.get(p, {})
     leaves = {key: tree_flatten(x)[0] for key, x in state.items()}
-    return {which: x for key, found in leaves.items() for which, x in zip(_leaf_names(key, len(found)), found, strict=True)}
+    return {which: x for key, found in leaves.items() for which, x in zip(leaf_names(key, len(found)), found, strict=True)}
 
 
 def steps_taken(optimizer: torch.optim.Optimizer, p: Tensor, update: Update) -> int:

@@ -26,17 +26,8 @@ from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.handlers import function
 from weft.frontend.capture.joint import CustomGradient, Handle, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
 from weft.frontend.capture.numbers import evaluate
-from weft.frontend.capture.optimizers import (
-    COUNT,
-    Settings,
-    Update,
-    Updates,
-    captured_updates,
-    kept_state,
-    require_own_step,
-    settings_of,
-    steps_taken,
-)
+from weft.frontend.capture.optimizer_settings import COUNT, Settings, settings_of
+from weft.frontend.capture.optimizers import Update, Updates, captured_updates, kept_state, require_own_step, steps_taken
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
 from weft.frontend.capture.values import TAG
