@@ -12,11 +12,13 @@ import torch
 import weft
 from tests.ranks import run_ranks
 from weft.api.compiled import Compiled
+from weft.cluster.here import here
 from weft.core.layout import Mesh, P
+from weft.cost.simulate import predict
 from weft.programs.catalog import EXAMPLES
 from weft.programs.optimizers import optimizer
 from weft.tune.measure import confirm, decide, measure
-from weft.tune.programs import AS_IS, Rates, candidates, cost, prune, tune_program
+from weft.tune.programs import AS_IS, candidates, prune, tune_program
 from weft.tune.store import Store
 
 
@@ -89,10 +91,11 @@ def test_candidates_are_valid_schedules_and_the_hopeless_are_left_out() -> None:
     assert next(iter(found)) == AS_IS
     assert "one kernel, state in slices dp dim 0" in found
     assert len({p.text for p in found.values()}) == len(found)
-    kept = prune(found, Rates(), 3)
+    machine = here(2, torch.device("cpu"))
+    kept = prune(found, machine, 3)
     assert next(iter(kept)) == AS_IS
     assert len(kept) <= 4
-    assert cost(found["one kernel, state in slices dp dim 0"], Rates()) < cost(program, Rates())
+    assert predict(found["one kernel, state in slices dp dim 0"], machine).step_ms < predict(program, machine).step_ms
     overlaps = [name for name in candidates(EXAMPLES["mlp"].make()) if "overlap" in name]
     assert any("8 chunks" in name for name in overlaps)
 

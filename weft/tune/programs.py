@@ -1,23 +1,24 @@
-"""Search schedules of a program: verbs and their parameters, pruned by a rough cost, measured on the ranks of its mesh.
+"""Search schedules of a program: verbs and their parameters, measured on the ranks of its mesh.
 
-Cost of a candidate = sum over nodes of (bytes on the wire / link + flops / rate + bytes touched / memory) + calls * latency,
-with what an overlap group hides taken off. Only candidates within `KEEP` times the cheapest are measured.
+Only candidates that are predicted to take at most `KEEP` times as long as the fastest are measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from weft.cluster.here import here
+from weft.cluster.spec import Cluster
 from weft.core import cache
 from weft.core.errors import WeftError
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.registry import Kind, flops, memory_traffic, nbytes
+from weft.cost.simulate import predict
+from weft.ops.registry import Kind
 from weft.runtime.machine import describe
 from weft.schedule import by_hierarchy, fuse, merge, overlap, recipes, split
 from weft.schedule.groups import FUSIBLE
@@ -27,16 +28,6 @@ from weft.tune.store import Store
 KEEP = 4.0
 CHUNKS = (2, 4, 8)
 AS_IS = "as it is"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one rank can do: bytes per second over the link and in memory, operations per second, seconds per call."""
-
-    link: float = 1e9
-    memory: float = 1e10
-    flops: float = 1e11
-    latency: float = 2e-4
 
 
 def candidates(program: Program) -> dict[str, Program]:
@@ -122,32 +113,9 @@ def _neighbours(p: Program) -> list[tuple[Node, Node]]:
     return pairs
 
 
-# -- a rough cost ----------------------------------------------------------------------------------------------------
-
-
-def cost(p: Program, rates: Rates) -> float:
-    """Seconds, roughly: enough to leave out what cannot win."""
-    fused = {n for g in p.groups if g.kind == "fuse" for n in g.nodes}
-    total = sum(_node_cost(n, rates, n in fused) for n in p.nodes)
-    for g in p.groups:
-        if g.kind == "overlap":
-            wire = sum(_node_cost(n, rates, False) for n in g.nodes if n.op.kind is Kind.COMM)
-            work = sum(_node_cost(n, rates, False) for n in g.nodes if n.op.kind is not Kind.COMM)
-            total -= min(wire, work) * (1 - 1 / g.option("chunks")) - g.option("chunks") * rates.latency
-    return total
-
-
-def _node_cost(n: Node, rates: Rates, fused: bool) -> float:
-    if n.op.kind is Kind.COMM:
-        size = n.mesh.size(n.attr("axis"))
-        bytes_ = sum(max(nbytes(a.type), nbytes(t)) for a, t in zip(n.args, n.types, strict=True))
-        return n.op.wire(size) * bytes_ / rates.link + (rates.latency if n.op.wire(size) else 0.0)
-    return flops(n) / rates.flops + (0.0 if fused else memory_traffic(n) / rates.memory)
-
-
-def prune(found: dict[str, Program], rates: Rates, limit: int) -> dict[str, Program]:
-    """The program as it is, and the cheapest of the rest."""
-    costs = {name: cost(p, rates) for name, p in found.items()}
+def prune(found: dict[str, Program], cluster: Cluster, limit: int) -> dict[str, Program]:
+    """The program as it is, and those of the rest that are predicted to be fastest."""
+    costs = {name: predict(p, cluster).step_ms for name, p in found.items()}
     near = min(costs.values()) * KEEP
     kept = sorted((name for name in found if name != AS_IS and costs[name] <= near), key=lambda name: costs[name])
     return {name: found[name] for name in [AS_IS, *kept[:limit]]}
@@ -161,15 +129,15 @@ def tune_program(
     *,
     compile_: Callable[[Program], Callable[[Any], Any]],
     inputs: Callable[[Program], Any],
-    rates: Rates | None = None,
+    cluster: Cluster | None = None,
     limit: int = 16,
     again: bool = False,
     heard: Callable[[str, float, int], None] = lambda name, ms, of: None,
     device: torch.device | None = None,
 ) -> tuple[Program, Measured]:
-    """The fastest schedule of a program on these ranks, and what was tried. All ranks call it."""
+    """The fastest schedule of a program on these ranks, and what was tried; `cluster` is this machine unless given. All ranks call it."""
     device = device or torch.device("cpu")
-    kept = prune(candidates(program), rates or Rates(), limit)
+    kept = prune(candidates(program), cluster or here(program.mesh.ranks, device), limit)
     rank = dist.get_rank() if dist.is_initialized() else 0
     store = Store("program", program.text, cache.digest(str(program.mesh)), describe(device), torch.__version__, writes=rank == 0)
     if again:
