@@ -17,7 +17,7 @@ from weft.codegen.lower import RankProgram, Step, rank_program
 from weft.codegen.matmul import matmul_text, matrices
 from weft.codegen.order import is_wire
 from weft.codegen.peepholes import Peephole
-from weft.codegen.text import python, settings
+from weft.codegen.text import INFIX, python, settings
 from weft.core.layout import Layout
 from weft.core.node import Node
 from weft.core.text import node_names
@@ -26,7 +26,7 @@ from weft.ops.host import from_host
 from weft.ops.pointwise import where
 from weft.ops.registry import Kind, Local
 
-INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
+TORCH_INFIX = INFIX | {"pow": "**"}
 
 
 @dataclass
@@ -174,9 +174,9 @@ class _Writer:
     def expression(self, n: Node) -> str:
         if n.op.kind is Kind.COMM:
             return self.communicate(n)
-        if n.op.name in INFIX:
+        if n.op.name in TORCH_INFIX:
             left, right = (python(a.attr("value")) if _is_scalar_operand(n, a) else self.value(a) for a in n.args)
-            return f"{f'({left})' if left.startswith('-') else left} {INFIX[n.op.name]} {right}"
+            return f"{f'({left})' if left.startswith('-') else left} {TORCH_INFIX[n.op.name]} {right}"
         if n.op is where and sum(a in self.var for a in n.args) == 2:
             return f"torch.where({', '.join(map(self.value, n.args))})"
         args = [self.tensor(a) for a in n.args]
@@ -331,7 +331,7 @@ def _order(n: Node) -> str:
 
 def _is_scalar_operand(user: Node, n: Node) -> bool:
     """Whether a constant stands next to a tensor of its dtype: as a number there it is the same, and compilers do more with numbers."""
-    return n.op.is_number and user.op.name in INFIX and any(not a.op.is_number and a.dtype == n.dtype for a in user.args)
+    return n.op.is_number and user.op.name in TORCH_INFIX and any(not a.op.is_number and a.dtype == n.dtype for a in user.args)
 
 
 def _is_always_scalar_operand(rp: RankProgram, n: Node) -> bool:

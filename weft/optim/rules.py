@@ -5,7 +5,6 @@ Hyper-parameters are scalar inputs, so every parameter group runs through the sa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +110,7 @@ def _written(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool 
         g = [_wide(gi, numbers.grads) * (1.0 / world) for gi in sums]
         x = [w.slice(xi, "dp", 0) if sliced and not numbers.master else xi for xi in x]
         if clip:
-            g = _clipped(g, rest["max_norm"])
+            g = optimizers.clipped(g, rest["max_norm"])
         states = [{s: rest[s][k] for s in rule.states} for k in range(len(x))]
         new = [rule.update(gi, _wide(xi, _kept(numbers)), s, h) for gi, xi, s in zip(g, x, states, strict=True)]
         out: dict[str, Any] = {"x": [w.cast(a, numbers.params) if _kept(numbers) != "f32" else a for a, _ in new]}
@@ -142,9 +141,3 @@ def _kept(numbers: Numbers) -> str:
 
 def _wide(x: Any, dtype: str) -> Any:
     return w.cast(x, "f32") if dtype in ("bf16", "f16") else x
-
-
-def _clipped(grads: Sequence[Any], bound: Any) -> list[Any]:
-    total = w.sqrt(functools.reduce(lambda a, b: a + b, [w.settle(w.sum(g * g)) for g in grads]))
-    factor = w.minimum(bound / (total + 1e-6), total * 0.0 + 1.0)
-    return [g * factor for g in grads]

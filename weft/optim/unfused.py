@@ -5,7 +5,7 @@ It reads the very expressions the kernel is generated from, so it is the kernel'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.codegen.expr import Group, Level, Value, ordered
+from weft.core.node import OPS
 from weft.runtime import comm
 from weft.runtime.board import doing
 from weft.runtime.peers import PeerBuffer
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-TORCH: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow, "maximum": torch.maximum,
-    "minimum": torch.minimum, "gt": torch.gt, "ge": torch.ge, "lt": torch.lt, "le": torch.le, "eq": torch.eq, "ne": torch.ne,
-    "where": lambda c, a, b: torch.where(c.bool(), a, b), "neg": torch.neg, "abs": torch.abs, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "exp": torch.exp, "log": torch.log, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "erf": torch.erf,
-    "reciprocal": torch.reciprocal, "sign": torch.sign, "floor": torch.floor,
-}  # fmt: skip
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -109,7 +103,10 @@ class Unfused:
         args = [env[a] for a in v.args]
         if v.fn == "cast":
             return args[0].to(DTYPES[v.name]).float()
-        return TORCH[v.fn](*(self._single(a, v) for a in args))
+        args = [self._single(a, v) for a in args]
+        if v.fn == "reciprocal":
+            return torch.reciprocal(*args)
+        return OPS[v.fn].run(*(a.bool() for a in args[:1]), *args[1:]) if v.fn == "where" else OPS[v.fn].run(*args)  # type: ignore[no-any-return]
 
     @staticmethod
     def _single(x: Tensor, user: Value) -> Tensor:

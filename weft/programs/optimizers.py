@@ -61,7 +61,7 @@ def lamb(g: Any, x: Any, m: Any, v: Any, t: Any, lr: Any, h: Hyper) -> tuple[Any
     return x - lr * trust * u, m, v
 
 
-def clipped(grads: Sequence[Any], bound: float) -> list[Any]:
+def clipped(grads: Sequence[Any], bound: Any) -> list[Any]:
     """The gradients scaled so that their global norm is at most the bound, as torch.nn.utils.clip_grad_norm_ does."""
     total = w.sqrt(builtins.sum([w.settle(w.sum(g * g)) for g in grads[1:]], start=w.settle(w.sum(grads[0] * grads[0]))))
     factor = w.minimum(bound / (total + 1e-6), total * 0.0 + 1.0)
