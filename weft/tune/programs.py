@@ -1,6 +1,6 @@
 """Search schedules of a program: verbs and their parameters, measured on the ranks of its mesh.
 
-Only candidates that are predicted to take at most `KEEP` times as long as the fastest are measured.
+Only candidates that are predicted to be at most `KEEP` x slower than the fastest are measured.
 """
 
 from __future__ import annotations
