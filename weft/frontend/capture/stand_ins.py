@@ -226,9 +226,9 @@ class StandIns:
     def traced(self) -> dict[Leaf, Node]:
         """The step for the first time, and later: one program of both."""
         with listening_to_torch(self.recorder), asking(self.questions):
-            out = self._both_ways(True)
+            out = self._both_branches(True)
             if len(out) > len(self.params) and not all(p in self.optimizer.state for _, p, _ in self.params):
-                later = self._both_ways(False)
+                later = self._both_branches(False)
                 for leaf in out.keys() | later.keys():
                     a, b = out.get(leaf, later.get(leaf)), later.get(leaf, out.get(leaf))
                     assert a is not None and b is not None
@@ -240,7 +240,7 @@ class StandIns:
                 )
             return out
 
-    def _both_ways(self, fresh: bool) -> dict[Leaf, Node]:
+    def _both_branches(self, fresh: bool) -> dict[Leaf, Node]:
         out = self.questions.joined(lambda: self.run(fresh), self._join)
         if isinstance(out, Exception):
             raise out
