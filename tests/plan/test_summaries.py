@@ -96,3 +96,4 @@ def test_an_odd_vocabulary_is_no_reason_to_share_products_and_padding_it_is_offe
     assert ms < 0.95 * plan.step_ms
     assert f"tip: {advice}: {ms:,.1f} ms" in words.plan_text(plan)
     assert "padded_ms" not in make_plan(Request("llama3-1b", "1x4xA100", batch=8)).predicted  # 128256 is a multiple of 128
+    assert "padded_ms" not in make_plan(Request("gpt2", "1x4xA100", batch=32, objective="memory")).predicted  # it saves none

@@ -251,19 +251,20 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
     told.pop(describe(exact[best].setting), None)
     more: dict[str, Any] = {"equal_ms": dict(reversed(told.items()))} if told else {}
     more |= {"equal_within": within} if told and within != equal_within() else {}
-    return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, exact[best])})
+    return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, objective)})
 
 
-def _advice(search: Search, exact: Mapping[str, Found | Shared], best: Found | Shared) -> dict[str, Any]:
-    """The fastest of the plans found, were an odd size of the model's tables padded: what its user may do, and nobody else for them."""
+def _advice(search: Search, exact: Mapping[str, Found | Shared], objective: str) -> dict[str, Any]:
+    """The fastest of the plans found, were an odd size of the model's tables padded: what its user may do, and nobody else for them. That saves
+    time, against the fastest as the model is, and no memory."""
     odd = search.problem.shape.odd
-    if not odd:
+    if not odd or objective == "memory":
         return {}
     other = Padded(search.problem, search.limits)
     tried = [other.price(f.setting) for f in exact.values() if isinstance(f, Found)]
     fits = [_exactly(other, t) for t in tried if t is not None and t.memory <= other.memory]
     found = min(fits, key=lambda f: (f.seconds, plainness(f.setting)), default=None)
-    if found is None or found.seconds > (1 - WORTH) * best.seconds:
+    if found is None or found.seconds > (1 - WORTH) * min(f.seconds for f in exact.values()):
         return {}
     near = [f for f in fits if f.seconds <= found.seconds * math.exp(equal_within())]
     found = min(near, key=lambda f: (_uneven(f), plainness(f.setting)))
