@@ -40,7 +40,7 @@ class Sized(Shape):
     def resized(self) -> Callable[[int], Sized]:
         return lambda seq: replace(self, seq=seq)
 
-    def may_shard(self, tp: int, cp: int) -> bool:
+    def may_shard(self, tp: int, cp: int, asked: bool = False) -> bool:
         return self.heads % tp == 0 and self.inner % tp == 0 and self.seq % cp == 0
 
     def work(self, setting: Setting) -> Workload:

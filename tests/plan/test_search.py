@@ -87,6 +87,13 @@ def test_too_little_memory_is_told() -> None:
     assert isinstance(found, Nothing) and found.least > 1.6e9 and "needs at least" in found.reason
 
 
+def test_tensor_parallelism_beside_experts_is_there_for_who_asks() -> None:
+    """It leaves the weights of experts whole, so it is not looked at unasked; pinned, it is no reason to say that nothing fits."""
+    mixed = problem("1x4xA100", 8, replace(SMALL, layers=2, experts=4, chosen=2))
+    found = [{s.tp for s in candidates(mixed, EVERYTHING, Limits(pins=pins))} for pins in ({}, {"tp": "2"})]
+    assert found == [{1}, {2}]
+
+
 def test_pins_are_read_strictly() -> None:
     assert parse_pins(["tp=4", "sequence-parallel=True"]) == {"tp": "4", "sequence_parallel": "true"}
     with pytest.raises(PlanError, match="cannot pin 'layers"):

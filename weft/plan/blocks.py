@@ -65,9 +65,9 @@ class Stack:
 
     # -- what may be sharded
 
-    def may_shard(self, tp: int, cp: int) -> bool:
-        """Whether matmuls can be shared by so many devices, and samples by so many in slices worth having."""
-        return self._is_sharded("tp", tp) and self._is_sharded("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
+    def may_shard(self, tp: int, cp: int, asked: bool = False) -> bool:
+        """Whether matmuls can be shared by so many devices, most of them where nobody asked for it, and samples by so many in slices worth having."""
+        return self._is_sharded("tp", tp, 0.0 if asked else 0.5) and self._is_sharded("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
 
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is sharded."""

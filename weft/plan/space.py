@@ -156,7 +156,7 @@ class PlannedModel(Protocol):
     def odd(self) -> int: ...
     @property
     def resized(self) -> Callable[[int], PlannedModel] | None: ...
-    def may_shard(self, tp: int, cp: int) -> bool: ...
+    def may_shard(self, tp: int, cp: int, asked: bool = False) -> bool: ...
     def work(self, s: Setting) -> Workload: ...
 
 
@@ -195,12 +195,12 @@ def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[S
 
 
 def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:
-    """Degrees that divide; tp leaves a node of eight or more only where a user pins it."""
+    """Degrees that divide. Only where a user pins it does tp leave a node of eight or more, or share less than half of a block, as beside experts."""
     n, shape = problem.cluster.devices, problem.shape
     largest = {**LARGEST, "tp": LARGEST["tp"] if pinned else min(LARGEST["tp"], max(NODE, problem.cluster.node_size))}
     for tp, pp, cp in itertools.product(divisors(n), repeat=3):
         rest, over = divmod(n, tp * pp * cp)
-        if over or not rest or not _cuts(problem, largest, tp=tp, pp=pp, cp=cp) or problem.batch % rest:
+        if over or not rest or not _cuts(problem, largest, pinned, tp=tp, pp=pp, cp=cp) or problem.batch % rest:
             continue
         sizes = {"dp": rest, "tp": tp, "pp": pp, "cp": cp}
         for ep in divisors(shape.experts) if shape.experts else [1]:
@@ -208,9 +208,9 @@ def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[
                 yield {**sizes, "dp": rest // ep, "ep": ep}
 
 
-def _cuts(problem: PlanProblem, largest: Mapping[str, int], tp: int, pp: int, cp: int) -> bool:
+def _cuts(problem: PlanProblem, largest: Mapping[str, int], pinned: bool, tp: int, pp: int, cp: int) -> bool:
     small = tp <= largest["tp"] and pp <= min(largest["pp"], problem.depth) and cp <= largest["cp"]
-    return small and problem.shape.may_shard(tp, cp)
+    return small and problem.shape.may_shard(tp, cp, pinned)
 
 
 def _inside(sizes: Mapping[str, int], node: int, space: Space) -> bool:
