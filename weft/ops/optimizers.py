@@ -26,6 +26,9 @@ from weft.ops.registry import Equation, Kind, Types, define
 from weft.ops.shape import expand_op
 from weft.ops.source import input_node
 
+PIECE = 1 << 18  # elements that an update on a processor takes at a time
+_STORED = (torch.Tensor, torch.nn.Parameter)
+
 Values = tuple[Any, ...]
 Arithmetic = Callable[..., Values]
 
@@ -156,12 +159,28 @@ def put_setting(attrs: dict[str, Any], name: str, value: Any) -> None:
     attrs[key] = tuple(value if i == int(at) else x for i, x in enumerate(attrs[key])) if at else value
 
 
+def _in_pieces(run: Callable[..., Values], xs: Sequence[torch.Tensor]) -> Any:
+    """What an update of each element alone gives, piece by piece where a processor has many: what it computes on its way, in wider numbers
+    than are kept, is then as small as a piece. Bits stay: a piece is of entire vectors."""
+    p, many = xs[0], [x for x in xs if x.dim()]
+    if p.device.type != "cpu" or p.numel() <= PIECE or any(type(x) not in _STORED or x.shape != p.shape or not x.is_contiguous() for x in many):
+        out = run(*xs)
+        return out[0] if len(out) == 1 else out
+    flat = [x.detach().view(-1) if x.dim() else x for x in xs]
+    found: list[torch.Tensor] = []
+    for at in range(0, p.numel(), PIECE):
+        some = run(*(x[at : at + PIECE] if x.dim() else x for x in flat))
+        found = found or [torch.empty(p.numel(), dtype=y.dtype) for y in some]
+        for whole, y in zip(found, some, strict=True):
+            whole[at : at + PIECE] = y
+    return found[0].view(p.shape) if len(found) == 1 else tuple(whole.view(p.shape) for whole in found)
+
+
 def _update(name: str, body: Arithmetic, **choices: Any) -> Any:
     """`choices` are values of its settings that rules about it are tried with."""
 
     def run(*xs: torch.Tensor, **attrs: Any) -> Any:
-        out = _stepped(_Torch, body, xs, attrs)
-        return out[0] if len(out) == 1 else out
+        return _in_pieces(lambda *some: _stepped(_Torch, body, some, attrs), xs)
 
     return define(
         name,
@@ -241,15 +260,17 @@ def _parsed(body: str) -> Program:
 
 
 def _run_body(*xs: torch.Tensor, body: str, numbers: int) -> Any:
-    program = _parsed(body)
+    return _in_pieces(lambda *some: _body_of(some, _parsed(body)), xs)
+
+
+def _body_of(xs: Sequence[torch.Tensor], program: Program) -> Values:
     found: dict[Node, torch.Tensor] = {n: xs[int(n.attr("name")[1:])] for n in program.inputs}
     for n in program.nodes:
         if n.op.is_number:
             found[n] = torch.full((), n.attr("value"), dtype=n.dtype, device=xs[0].device)
         elif n not in found:
             found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-    out = tuple(found[n] for _, n in program.outputs)
-    return out[0] if len(out) == 1 else out
+    return tuple(found[n] for _, n in program.outputs)
 
 
 def _unfold_body(n: Node) -> Values:
