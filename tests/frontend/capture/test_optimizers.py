@@ -160,10 +160,11 @@ def test_steps_counted_for_each_parameter():
     same(step, mirror, 1e-11)
 
 
-def test_a_rate_that_is_a_tensor():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rate_that_is_a_tensor(dtype: torch.dtype):
     model = net()
     mirror = copy.deepcopy(model)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.05, dtype=torch.float64)) for m in (model, mirror))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.05, dtype=dtype)) for m in (model, mirror))
     step = parallelize(model, loss, ours, batches()[0])
     for batch in batches():
         step(batch)
