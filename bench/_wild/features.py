@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, UserDict, namedtuple
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +144,54 @@ def feature_tensor_attribute() -> tuple[Any, ...]:
         return out
 
     return Wrapped(forward, last=torch.zeros(())), squares, vectors()
+
+
+@CASES.case
+def feature_constant_kept_by_the_first_call() -> tuple[Any, ...]:
+    """Positions that are made when they are first needed, and again when a batch is longer: what they are depends on the call that made them."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.positions is None or len(self.positions) < x.shape[1]:
+            self.positions = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        return self.inner(x * self.positions[: x.shape[1], None]).mean(1)
+
+    lengths = iter((5, 4, 7, 5, 7))
+    return Wrapped(forward, positions=None), cross_entropy, batches(lambda k: {"x": reals(k, SAMPLES, next(lengths), 8), "y": ints(k + 1, CLASSES, SAMPLES)})
+
+
+@CASES.case
+def feature_losses_in_a_list() -> tuple[Any, ...]:
+    """Layers that are alike put a loss of their own into a list, which the loss empties."""
+    bag: list[Tensor] = []
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = mlp(8, 8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bag.append(self.linear(x).square().mean())
+            return x + self.linear(x)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = cross_entropy(model, batch) + sum((k + 1) * x for k, x in enumerate(bag))
+        bag.clear()
+        return out
+
+    return nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(8, CLASSES)), loss, vectors()
+
+
+@CASES.case
+def feature_context_variable() -> tuple[Any, ...]:
+    weight = ContextVar("weight", default=1.0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * weight.get()
+
+    def after(i: int, optimizer: Any, model: nn.Module) -> None:
+        weight.set(1.0 / (i + 2))
+
+    return mlp(), loss, vectors(), None, after
 
 
 @CASES.case

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
 import copy
 import enum
+import functools
 import gc
 import math
+import os
 import random
 import sys
+import threading
 import types
 import warnings
 from typing import Any
@@ -16,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 from weft import parallelize
@@ -507,6 +513,191 @@ def test_a_tensor_carried_from_step_to_step_is_refused():
     model = Recurrent().double()
     with pytest.raises(CaptureError, match=r"model.hidden carries a tensor from one step into the next"):
         parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+
+
+WEIGHT = contextvars.ContextVar("weight", default=1.0)
+LOCAL = threading.local()
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.deep: Any = {"a": [{"b": [{"c": [{"d": [1.0]}]}]}]}
+
+
+def test_what_threads_contexts_the_environment_and_functions_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+
+    def scale(model: nn.Module, batch: Any) -> Tensor:
+        scale.calls = getattr(scale, "calls", 0) + 1
+        parts = WEIGHT.get(), LOCAL.weight, float(os.environ["WEIGHT"]), kept.deep["a"][0]["b"][0]["c"][0]["d"][0], scale.calls
+        return mean(model, batch) * sum(parts)
+
+    def begin() -> None:
+        scale.calls, kept.deep["a"][0]["b"][0]["c"][0]["d"][0], LOCAL.weight = 0, 1.0, 1.0
+        WEIGHT.set(1.0)
+        monkeypatch.setenv("WEIGHT", "1")
+
+    def each(model: nn.Module, i: int) -> None:
+        if i == 0:
+            WEIGHT.set(3.0)
+        elif i == 1:
+            LOCAL.weight = 2.0
+        elif i == 2:
+            monkeypatch.setenv("WEIGHT", "5")
+        else:
+            kept.deep["a"][0]["b"][0]["c"][0]["d"][0] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(Net().double(), scale, batches(), each, begin=begin)
+
+
+def test_a_module_that_the_loss_moves_to_the_batch_and_a_loss_of_one_element() -> None:
+    teacher = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher.to(batch.device, batch.dtype)(batch)
+        return (model(batch) - wanted).square().mean().reshape(1)
+
+    model = Net().double()
+    step = parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    torch.testing.assert_close(step(batches()[0]), loss(Net.forward.__get__(model), batches()[0]).detach()[0])
+
+
+class Aside(nn.Module):
+    """Hands a loss of its own on through a list."""
+
+    def __init__(self, bag: Any) -> None:
+        super().__init__()
+        self.inner, self.bag = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), bag
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        self.bag.append(out.square().mean())
+        return x + out
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_losses_that_like_layers_put_aside(kind: Any) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        out = mean(model, batch) + sum((k + 1) * x for k, x in enumerate(model[0].bag))
+        model[0].bag.clear()
+        return out
+
+    bag = kind()
+    same(nn.Sequential(Aside(bag), Aside(bag), Aside(bag)).double(), loss, batches(3))
+
+
+# -- constants that the first call keeps ---------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Positions up to the longest so far, made when they are needed: what they are depends on the call that made them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.made, self.tables = nn.Linear(4, 4), how, None, {}
+        self.register_buffer("steps", torch.linspace(0.5, 1, 4))
+        self.register_buffer("later", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * getattr(self, self.how)(x.shape[1]).to(x.dtype)[: x.shape[1], None]).mean(1)
+
+    def attribute(self, n: int) -> Tensor:
+        if self.made is None or len(self.made) < n:
+            self.made = torch.linspace(0, 1, n, dtype=torch.float64)
+        return self.made
+
+    def pair(self, n: int) -> Tensor:
+        if self.made is None or len(self.made[0]) < n:
+            self.made = torch.linspace(0, 1, n, dtype=torch.float64), torch.ones(n)
+        return self.made[0] + self.made[1]
+
+    def table(self, n: int) -> Tensor:
+        if n not in self.tables:
+            self.tables[n] = torch.arange(n, dtype=torch.float64) / n
+        return self.tables[n]
+
+    def of_a_buffer(self, n: int) -> Tensor:
+        if self.made is None:
+            self.made = self.steps.repeat(3).cos()
+        return self.made
+
+    def buffer(self, n: int) -> Tensor:
+        if self.later is None:
+            self.later = torch.arange(12, dtype=torch.float64) / 12
+        return self.later
+
+    @functools.lru_cache  # noqa: B019
+    def memo(self, n: int) -> Tensor:
+        return torch.arange(n, dtype=torch.float64) / n
+
+
+def lengths(*many: int) -> list[Tensor]:
+    return [torch.randn(3, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(many)]
+
+
+@pytest.mark.parametrize("how", ["attribute", "pair", "table", "of_a_buffer", "buffer", "memo"])
+def test_a_constant_that_the_first_call_keeps_is_what_it_is_in_torch(how: str) -> None:
+    model = Positions(how).double()
+    same(model, mean, lengths(5, 4, 7, 5, 7))
+    if how not in ("table", "memo"):
+        held = model.later if how == "buffer" else model.made[0] if how == "pair" else model.made
+        assert type(held) is Tensor and len(held) == (7 if how in ("attribute", "pair") else 12)
+    assert not any(isinstance(x, FakeTensor) for x in [*model.tables.values(), Positions.memo(model, 5)])
+
+
+class Masked(nn.Module):
+    """A causal mask made by the first call, in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        h = self.linear(x)
+        return nn.functional.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], attn_mask=self.mask)[:, 0]
+
+
+def test_a_mask_that_the_first_call_keeps_is_still_seen_to_be_causal() -> None:
+    step = same(nn.Sequential(Masked(), Masked()).double(), mean, lengths(5, 5, 5))
+    masked = step.program.find_all("attention")
+    assert len(masked) == 2 and all(n.attr("causal") for n in masked)
+
+
+class Handed(Net):
+    how = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", None)
+        self.total = torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "none":
+            out = super().forward(x if self.hidden is None else x + self.hidden)
+            self.hidden = out.detach()
+            return out
+        self.total += 0.1
+        return super().forward(x) + self.total
+
+
+def test_a_buffer_that_was_none_and_carries_what_a_step_made_is_refused() -> None:
+    model = Handed().double()
+    with pytest.raises(CaptureError, match=r"model.hidden carries a tensor from one step into the next"):
+        parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    assert model.hidden is None
+
+
+def test_writing_into_a_tensor_that_is_no_buffer_is_refused_and_leaves_it_as_it_was() -> None:
+    model = Handed().double()
+    model.how = "total"
+    with pytest.raises(CaptureError, match=r"a step writes into a tensor that is no buffer .*test_guards.py") as refused:
+        parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    assert "register_buffer" in str(refused.value) and not model.total.any()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

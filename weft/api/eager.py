@@ -305,7 +305,8 @@ def names_of(captured: Captured, model: nn.Module) -> list[str]:
 
 def _loss(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
     if parts == 1:
-        return loss(model, batch)
+        value = loss(model, batch)
+        return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
     return torch.stack([loss(model, micro_batch(batch, i, parts)) for i in range(parts)]).mean()
 
 

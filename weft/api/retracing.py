@@ -33,6 +33,7 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.kept import Kept
 from weft.frontend.capture.optimizer_settings import COUNT, settings_of
 from weft.frontend.capture.places import Change, Place, holds_traced, is_number
 from weft.frontend.capture.step import named_batch
@@ -89,6 +90,7 @@ class Variants:
         self.together = RankSync(run)
         self.brought = Brought(self.together)
         self.own: dict[str, Tensor] = {}
+        self.constants = Kept(next((p.device for p in model.parameters()), torch.device("cpu")))
         self.answers = Answers(self._of_module)
         self.asks = 0  # how often a number that the state decides made another program
 
@@ -129,6 +131,9 @@ class Variants:
         """What the step changes in Python, in words, and whether it is the same step after that; Python is then as it leaves it, or as before."""
         before = self._reads(alone=True)
         made = run(before)
+        self.constants.steady = self._steady(_captured(made))
+        before.keep()
+        self.constants.steady = {}
         before.redo()
         after = self._reads(alone=True)
         try:
@@ -144,9 +149,16 @@ class Variants:
         before.forget_tensors() if settled else before.undo()
         return before.left[0].words if before.left else "random numbers drawn in Python", settled
 
+    def _steady(self, captured: Captured) -> dict[str, Tensor]:
+        """Buffers that a step leaves as they are."""
+        program = captured.program
+        written = {of for out, node in program.outputs if (of := program.next_of.get(out)) and node is not program.input_names.get(of)}
+        named = {n: self._of_module(n) for n in program.input_names if n.startswith("buffer.") and n not in written}
+        return {n: x for n, x in named.items() if x is not None}
+
     def _reads(self, alone: bool = False, example: Any = None) -> Reads:
         reads = Reads(self.model, self.loss, self.example if example is None else example)
-        reads.shared, reads.lifted, reads.answers = not alone, dict(self.lifted), self.asked()
+        reads.shared, reads.lifted, reads.answers, reads.kept = not alone, dict(self.lifted), self.asked(), self.constants
         return reads
 
     def adopt(self, step: Step, make: Make) -> Step:
@@ -234,11 +246,12 @@ class Variants:
                 self.unlifted |= {c.words for c in numbers}
             reads = self._reads(alone, example)
             made = self._made(step, batch, example, reads)
-            if alone:
+            kept = reads.keep()
+            if not alone and (reads.left or reads.drew):
+                reads.undo()
+            if alone or kept:
                 reads.redo()
                 reads.forget_tensors()
-            elif reads.left or reads.drew:
-                reads.undo()
             return reads, made
 
     def _peek(self, example: Any) -> tuple[Captured, Reads]:

@@ -14,8 +14,8 @@ from weft.core.errors import RuntimeFault
 from weft.core.node import Node, toposort
 
 
-class SharedLayerNumber(Exception):
-    """Python asks for a number inside a layer that is traced once for several: it is asked of each."""
+class SharedLayer(Exception):
+    """Inside a layer that is traced once for several Python asks for a number, or keeps what was computed: so does each of them."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.node import Node, derived, toposort, user_line
-from weft.frontend.capture.batch_numbers import BatchNumber, SharedLayerNumber
+from weft.frontend.capture.batch_numbers import BatchNumber, SharedLayer
 from weft.frontend.capture.recorder import Recorder, substituted
 from weft.ops.pointwise import cast, ge, gt, le, lt
 from weft.ops.random import uniform
@@ -106,7 +106,7 @@ def number_from_batch(r: Recorder, node: Node, state: bool = False) -> bool | in
     if more and (not state or answers is None or r.joint):
         return None
     if r.reads.shared and any(name.startswith("placeholder.") for name in more):
-        raise SharedLayerNumber
+        raise SharedLayer
     if answers is not None and any(not name.startswith(("param.", "buffer.")) or answers.value(name) is None for name in more):
         return None
     question = BatchNumber(node, held, user_line() or "the batch")

@@ -10,12 +10,17 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import os
 import random
 import sys
 import sysconfig
+import threading
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.frontend.capture.batch_numbers import Answers, BatchNumber
 from weft.frontend.capture.batches import leaves, tensors
+from weft.frontend.capture.kept import Kept, NotConstant
 from weft.frontend.capture.places import (
     MISSING,
     SKIPPED,
@@ -33,6 +39,8 @@ from weft.frontend.capture.places import (
     Attributes,
     Cell,
     Change,
+    Contents,
+    Context,
     Place,
     copied,
     holds_traced,
@@ -47,8 +55,8 @@ from weft.frontend.capture.places import (
     unchanged,
 )
 
-DEPTH, MOST = 6, 50_000  # how deep containers and objects are followed, and how many places are kept at most
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+DEPTH, MOST = 12, 50_000  # how deep containers and objects, which count twice, are followed, and how many places are kept at most
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _OPAQUE = (
     "torch",
     "weft",
@@ -91,6 +99,8 @@ class Reads:
         self.drew = False  # whether it drew random numbers in Python
         self.shared = True  # isomorphic layers are traced once
         self.answers: Answers | None = None  # where questions that the state decides are answered
+        self.kept: Kept | None = None  # constants that earlier calls left
+        self._memos: list[tuple[Any, int]] = []  # functools' caches, and how often they did not know
         self._sources: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -134,7 +144,8 @@ class Reads:
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
-        named = [k for k, x in vars(kind).items() if not k.startswith("__") and (is_plain(x) or isinstance(x, (Tensor, *_CONTAINERS)))]
+        followed = (Tensor, functools._lru_cache_wrapper, *_CONTAINERS)
+        named = [k for k, x in vars(kind).items() if not k.startswith("__") and (is_plain(x) or isinstance(x, followed))]
         for name in named:
             self._walk(Attributes(kind), name, f"{kind.__name__}.{name}")
 
@@ -178,18 +189,26 @@ class Reads:
         if isinstance(value, _CONTAINERS):
             self._container(value, words, depth)
         elif isinstance(value, functools.partial):
-            self._walk([value.func], 0, words, depth + 1)
-            self._container(value.args, words, depth + 1)
-            self._container(value.keywords, words, depth + 1)
+            self._walk([value.func], 0, words, depth + 2)
+            self._container(value.args, words, depth + 2)
+            self._container(value.keywords, words, depth + 2)
         elif isinstance(value, types.MethodType):
-            self._walk([value.__self__], 0, words, depth + 1)
-            self._walk([value.__func__], 0, words, depth + 1)
+            self._walk([value.__self__], 0, words, depth + 2)
+            self._walk([value.__func__], 0, words, depth + 2)
+        elif isinstance(value, types.ModuleType):
+            self._environ(value)
+        elif isinstance(value, ContextVar):
+            self._walk(Context(value), 0, words, depth + 2)
+        elif isinstance(value, threading.local):
+            self._object(value, words, depth)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._memos.append((value, value.cache_info().misses))
         elif isinstance(value, types.FunctionType):
             if value.__code__.co_filename.startswith((_ROOT, _TORCH)):
                 return
             self._closure(value)
-            for name in vars(value):
-                self._walk(vars(value), name, f"{words}.{name}", depth + 1)
+            self._container(vars(value), words, depth)
+            self._container(value.__defaults__ or (), words, depth)
         elif not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) and not type(value).__module__.startswith(_OPAQUE):
             self._object(value, words, depth)
 
@@ -205,10 +224,10 @@ class Reads:
         if isinstance(own, dict):
             self.wholes.append((own.keys(), frozenset(own), words))
             for name in list(own):
-                self._walk(own, name, f"{words}.{name}", depth + 1)
+                self._walk(own, name, f"{words}.{name}", depth + 2)
         for base in type(value).__mro__[:-1]:
             for name in [n for n in slots(base) if hasattr(value, n)]:
-                self._walk(Attributes(value), name, f"{words}.{name}", depth + 1)
+                self._walk(Attributes(value), name, f"{words}.{name}", depth + 2)
 
     def _closure(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -221,6 +240,11 @@ class Reads:
                     self._walk(Cell(cell), 0, f"{name} of {function.__qualname__}")
                 except ValueError:  # a variable that has no value yet
                     continue
+
+    def _environ(self, module: types.ModuleType) -> None:
+        if module is os and id(os.environ) not in self._seen:
+            self._seen.add(id(os.environ))
+            self._container(os.environ._data, "os.environ", 0)  # type: ignore[attr-defined]
 
     def _source(self, source: Any) -> None:
         if not any(s is source for s, _ in self._sources):
@@ -283,6 +307,8 @@ class Reads:
                 continue
             self._walk(table, name, f"{name} of {home}", library=library)
         for owner in [table[n] for n in names if isinstance(table.get(n), types.ModuleType)]:
+            if not library:
+                self._environ(owner)
             if not library and not owner.__name__.startswith(_OPAQUE) and not str(getattr(owner, "__file__", _STDLIB)).startswith(_STDLIB):
                 own = vars(owner)
                 for name in names:
@@ -322,6 +348,9 @@ class Reads:
                     was = [x for (_, n), x in values.items() if p.words.startswith(f"{n} of ") and is_plain(x)]
                     p.value = was[0] if len(was) == 1 and is_plain(p.value) else p.value
         self.left = [*left, *self.changes(None)]
+        for memo, misses in self._memos:  # it would give tensors of the trace, which have no values, to whoever asks next
+            if memo.cache_info().misses != misses:
+                memo.cache_clear()
         self.drew = any(random_state(source) != state for source, state in self._sources)
 
     def undo(self) -> None:
@@ -350,6 +379,19 @@ class Reads:
             if change.place is not None:
                 change.place.put(change.before)
 
+    def keep(self) -> bool:
+        """Give values to what the trace left and depends on no input; whether there is any, and nothing else of the trace is left."""
+        named = {id(c.place.box.whole) for c in self.left if c.place is not None and isinstance(c.place.box, Contents)}
+        inside = [(whole, copy, words) for whole, copy, words in self.wholes if id(whole) not in named and holds_traced(whole)]
+        left = [*self.left, *(Change(words, copy, copied(whole), Place(Contents(whole), 0, copy, words)) for whole, copy, words in inside)]
+        if self.kept is None or not any(holds_traced(c.now) for c in left):
+            return False
+        try:
+            self.left = [replace(c, now=self.kept.with_values(c.now)) if c.place is not None else c for c in left]
+        except NotConstant:
+            return False
+        return not self.keeps_tensors
+
     def redo(self) -> None:
         """Leave in the modules' attributes what the trace left there."""
         for change in self.left:
@@ -373,7 +415,7 @@ class Reads:
             for whole, size in self._lengths:
                 if len(whole) != size:
                     return False
-            if any(self._empty) or not all(map(same_kind, self.tensors.values())):
+            if any(self._empty) or not all(map(same_kind, self.tensors.values())) or self._moved():
                 return False
         except (KeyError, IndexError, ValueError):
             return False
@@ -439,9 +481,10 @@ class Reads:
 
     def changed_since(self) -> list[Change]:
         """What is another than when it was traced, tensors that Python keeps included."""
-        found = [] if self.hold() else self.changes(None)
-        moved = [p for p, version in self.fixed if p.now() is not p.value or p.value._version != version]
-        return found + [Change(p.words, "its values", "others") for p in moved]
+        return [] if self.hold() else self.changes(None)
+
+    def _moved(self) -> list[Place]:
+        return [p for p, version in self.fixed if p.now() is not p.value or p.value._version != version]
 
     def tensors_now(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Constants of the trace; those that Python keeps, as they are now."""
@@ -459,6 +502,7 @@ class Reads:
         ]
         found += [Change(words, f"{size} of them", f"{len(whole)}") for whole, size, words in self.sizes if len(whole) != size]
         found += [Change(p.words, p.value, p.now()) for p in self.tensors.values() if not same_kind(p)]
+        found += [Change(p.words, "its values", "others") for p in self._moved()]
         found += [Change(words, many, _hooks(t)) for t, many, words in self.hooks if _hooks(t) != many]
         found += [Change(words, f, t.requires_grad) for t, f, words in self.flags if t.requires_grad is not f]
         found += [Change(words, "its values", "others") for a, copy, words in self.arrays if not np.array_equal(a, copy)]

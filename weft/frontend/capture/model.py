@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from weft.core.errors import CaptureError
 from weft.core.names import part
-from weft.frontend.capture.batch_numbers import SharedLayerNumber
+from weft.frontend.capture.batch_numbers import SharedLayer
 from weft.frontend.capture.caches import CacheNeeded
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import CustomGradient, has_old_hooks, require_no_node_hooks
@@ -173,9 +173,9 @@ def _traced(
         except BaseException as error:
             if reads is not None:
                 reads.undo()
-            if not isinstance(error, (CustomGradient, CacheNeeded, NumberNeeded, SharedLayerNumber)):
+            if not isinstance(error, (CustomGradient, CacheNeeded, NumberNeeded, SharedLayer)):
                 raise
-            if reads is not None and isinstance(error, SharedLayerNumber):
+            if reads is not None and isinstance(error, SharedLayer):
                 reads.shared = False
             joint, cacheless = joint or isinstance(error, CustomGradient), cacheless and not isinstance(error, CacheNeeded)
             numbers = numbers or isinstance(error, NumberNeeded)
@@ -231,7 +231,7 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
 
 
 def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.shape != () or not loss.is_floating_point():
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError("the loss is not a scalar", needed="a float tensor of shape ()", found=found, try_="mean() of it")
-    return loss
+        raise CaptureError("the loss is not a scalar", needed="a float tensor of one element", found=found, try_="mean() of it")
+    return loss if loss.shape == () else loss.reshape(())

@@ -173,6 +173,8 @@ class AtenMode(TorchDispatchMode):
             return self._number(func, args[0])
         if _counts(func, args, kwargs):
             return self._counted(func, args, kwargs)
+        if func._schema.is_mutable:
+            args, kwargs = self._written(func, args, kwargs)
         out, args, kwargs = _lying(func, args, kwargs)
         if any_complex(args, kwargs, out):
             return self._complex(func, out, args, kwargs)
@@ -189,6 +191,17 @@ class AtenMode(TorchDispatchMode):
             return out
         self._bind(func, out, self._nodes(func, out, args, kwargs))
         return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operands of an op that writes: a parameter reached past its module is the module's own; what has values is not the trace's to change."""
+        given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for a in func._schema.arguments:
+            if a.alias_info is None or not a.alias_info.is_write:
+                continue
+            for x in (x for x in tree_leaves(given.get(a.name)) if isinstance(x, Tensor) and not isinstance(x, FakeTensor)):
+                if id(x) not in self.recorder.own and not hasattr(x, TAG) and not _functorch.is_functorch_wrapped_tensor(x):
+                    raise _written_outside(x)
+        return tree_map_only(Tensor, lambda x: x if isinstance(x, FakeTensor) else self.recorder.own.get(id(x), x), (args, kwargs))
 
     def _number(self, func: Any, tensor: Tensor, now: bool = False) -> Any:
         """A Python number, where it is known while tracing; one that is computed, or that the state at hand decides; torch refuses all others."""
@@ -350,6 +363,16 @@ class AtenMode(TorchDispatchMode):
             node = view(node, step)
         setattr(args[0], TAG, ref.then(path, node))
         return args[0]
+
+
+def _written_outside(tensor: Tensor) -> CaptureError:
+    return CaptureError(
+        "a step writes into a tensor that is no buffer",
+        needed="what steps hand on in buffers",
+        found=f"a tensor of shape {tuple(tensor.shape)} that Python keeps",
+        try_='self.register_buffer("name", torch.zeros(...)), and write into it',
+        where=user_line(),
+    )
 
 
 OVERWRITES = ("aten::fill", "aten::copy", "aten::zero")

@@ -9,6 +9,8 @@ import pickle
 import random
 import types
 import weakref
+from collections import deque
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -40,6 +42,19 @@ class Cell:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class Context:
+    """A context variable, as something with an item."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.variable.get(MISSING)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.variable.set(value)
 
 
 @dataclass(eq=False)
@@ -99,7 +114,7 @@ def unchanged(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and (is_plain(before)) and bool(now == before))
 
 
-class _Contents:
+class Contents:
     """What lies in a container, as an item."""
 
     def __init__(self, whole: Any) -> None:
@@ -117,10 +132,17 @@ def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list
     own = module.__dict__
     names = {id(x): n for n, x in before.items() if n not in TENSORS}
     held = [(f"{words}.{names[id(x)]}", x, copied(was)) for x, was in contents if id(x) in names]
-    inside = [Change(text, was, copied(x), Place(_Contents(x), 0, was, text)) for text, x, was in held if not same_contents(x, was)]
+    inside = [Change(text, was, copied(x), Place(Contents(x), 0, was, text)) for text, x, was in held if not same_contents(x, was)]
     table = own.get("_modules")  # scripted modules keep another kind, which cannot be written into
     modules = next((was for x, was in contents if x is table), {}) if isinstance(table, dict) else {}
     return inside + _replaced(own, before, words) + (_replaced(table, modules, words) if isinstance(table, dict) else [])
+
+
+def new_buffers(module: nn.Module, before: dict[str, Any], words: str) -> list[Change]:
+    """Buffers that came while it ran, or of which there was only the name."""
+    table = module._buffers
+    came = [n for n, x in table.items() if isinstance(x, Tensor) and before.get(n) is None]
+    return [Change(f"{words}.{n}", was, table[n], Place(table, n, was, f"{words}.{n}")) for n in came for was in [before.get(n, MISSING)]]
 
 
 def _replaced(own: dict[str, Any], before: dict[str, Any], words: str) -> list[Change]:
@@ -179,6 +201,9 @@ def restore(whole: Any, copy: Any) -> None:
     elif isinstance(whole, (dict, set)):
         whole.clear()
         whole.update(copy)
+    elif isinstance(whole, deque):
+        whole.clear()
+        whole.extend(copy)
 
 
 def shown_contents(copy: Any) -> str:

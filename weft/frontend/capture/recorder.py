@@ -68,8 +68,17 @@ class Recorder:
         if id(tensor) in self.own:
             return self._owned(tensor)
         if id(tensor) not in self.outside:
-            self.outside[id(tensor)] = tensor, Ref(Cell(self._constant(tensor)))
+            self.outside[id(tensor)] = tensor, Ref(Cell(self._kept(tensor) or self._constant(tensor)))
         return self.outside[id(tensor)][1]
+
+    def _kept(self, tensor: Tensor) -> Node | None:
+        """What a constant was made of that an earlier call left in Python. The program is for it alone."""
+        place = self.reads.tensors.get(id(tensor)) if self.reads is not None else None
+        node = self.reads.kept.node(tensor) if self.reads is not None and self.reads.kept is not None else None
+        if place is None or node is None or self.reads is None:
+            return None
+        self.reads.fixed.append((place, tensor._version))
+        return node
 
     def _owned(self, tensor: Tensor) -> Ref:
         """A parameter or buffer that the user's code reached past the module, as through a list it kept, is the module's own."""

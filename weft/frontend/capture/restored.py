@@ -29,7 +29,7 @@ def as_before(reads: Reads | None) -> Iterator[None]:
     if reads is None:
         yield
         return
-    places = [(p, p.now()) for p in reads.places]
+    places = [(p, p.now()) for p in (*reads.places, *(c.place for c in reads.left if c.place is not None))]
     wholes = [(whole, copied(whole)) for whole, _, _ in reads.wholes]
     sources = [(source, random_state(source)) for source, _ in reads._sources]
     reads.undo()

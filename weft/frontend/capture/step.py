@@ -16,6 +16,7 @@ from weft.core.names import readable
 from weft.core.node import Node, constant, remade, toposort, user_line
 from weft.core.program import Program, new_program
 from weft.core.role import Role
+from weft.frontend.capture.batch_numbers import SharedLayer
 from weft.frontend.capture.batches import tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
@@ -348,6 +349,8 @@ class Step:
         if not self.outputs:
             raise CaptureError("nothing was computed", needed="a result, a loss or an update", found="none", where=user_line())
         used = set(toposort(self.outputs.values()))
+        if recorder.reads is not None and recorder.reads.shared and any(n in recorder.stands for n in used):
+            raise SharedLayer
         inputs = [n for name, n in recorder.inputs.items() if n in used or name in self.outputs]  # state may be written and never read
         kept = {n.attr("name") for n in inputs}
         lines = {n: line for n, line in recorder.lines.items() if n in used and line}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from weft.core.role import Role
 from weft.frontend.capture.batches import changed
 from weft.frontend.capture.blocks import Blocks, Instance, intercepted
 from weft.frontend.capture.complexes import refuse_complex
+from weft.frontend.capture.constants import unheard
 from weft.frontend.capture.errors import explained
 from weft.frontend.capture.flex import flex_intercepted
 from weft.frontend.capture.guards import Reads
@@ -31,7 +33,7 @@ from weft.frontend.capture.isomorphic import candidates
 from weft.frontend.capture.joint import custom_gradients, mirror_hooks
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import OfModel, asking, of_model
-from weft.frontend.capture.places import Change, Place, changed_attributes
+from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
 
@@ -97,11 +99,13 @@ def tracing(
         stack.enter_context(_unchecked_distributions(recorder))
         stack.enter_context(_averages_as_tensors())
         stack.enter_context(_masks_as_given())
+        stack.enter_context(_moved_as_in_torch())
         stack.enter_context(listening(lambda n: recorder.lines.setdefault(n, user_line() or "")))
         stack.enter_context(intercepted(tape.blocks))
         if reads is not None:
             reads.read_anew.clear()
             reads.asked.clear()
+            reads.fixed.clear()
             stack.enter_context(_lifted(reads, recorder))
             stack.enter_context(reads.listening())
         stack.enter_context(listening_to_torch(recorder))
@@ -172,6 +176,28 @@ def _masks_as_given() -> Iterator[None]:
 
 
 @contextmanager
+def _moved_as_in_torch() -> Iterator[None]:
+    """Inside, a module that is moved to where the batch is stays where it is: the trace is nowhere. One that has values may get another dtype."""
+    plain = nn.Module.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        held = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
+        if dtype is None or all(t.dtype == dtype for t in held):
+            return self
+        if any(isinstance(t, FakeTensor) for t in held):
+            return plain(self, *args, **kwargs)
+        with unheard():
+            return plain(self, dtype=dtype)
+
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = plain  # type: ignore[method-assign]
+
+
+@contextmanager
 def _averages_as_tensors() -> Iterator[None]:
     """Inside, a batch norm that averages over all batches (momentum=None) divides by their number without reading it."""
     kind = nn.modules.batchnorm._BatchNorm
@@ -213,7 +239,8 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
         yield tape
     finally:
         for m, parameters, buffers, attributes, contents in kept:
-            tape.left += changed_attributes(m, attributes, contents, f"model.{paths[m]}".rstrip("."))
+            words = f"model.{paths[m]}".rstrip(".")
+            tape.left += changed_attributes(m, attributes, contents, words) + new_buffers(m, buffers, words)
             m.__dict__.clear()
             m.__dict__.update(attributes)
             _refill(contents)
@@ -235,20 +262,21 @@ def _require_python(module: nn.Module) -> None:
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """What lies in the lists, sets and tables of a module: hooks among them, which transformers puts there when it is first called."""
-    return [(x, x.copy()) for x in module.__dict__.values() if isinstance(x, (list, set, dict))]
+    return [(x, x.copy()) for x in module.__dict__.values() if isinstance(x, (list, set, dict, deque))]
 
 
 def _refill(contents: list[tuple[Any, Any]]) -> None:
     for held, before in contents:
         held.clear()
-        held.extend(before) if isinstance(held, list) else held.update(before)
+        held.extend(before) if isinstance(held, (list, deque)) else held.update(before)
 
 
 def _enter(
     tape: Tape, path: str, role: Role, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
 ) -> None:
     for name, tensor in real.items():
-        if tensor is None or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):  # a table, and a constant of the step
+        if tensor is None or isinstance(tensor, FakeTensor) or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):
+            # nothing, what an earlier trace left, or a table, which is a constant of the step
             continue
         if tensor.is_complex():
             raise refuse_complex(f"the parameter {name}", tensor)
