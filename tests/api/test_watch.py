@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from weft.api.compiled import Compiled
 from weft.api.watch import Place, Watchdog, verdict, watch
+from weft.frontend.capture import capture
 from weft.runtime import faults
 from weft.runtime.messages import Messages
 
@@ -107,6 +109,24 @@ def test_a_device_that_is_never_done_with_a_step_is_seen(monkeypatch: pytest.Mon
     assert str(verdict({0: replace(dog.where(), idle=900.0), 1: Place("the device", "step 3 of GPT", 950.0)}, 2, 1000.0)).startswith(
         "no rank goes on from `step 3 of GPT` of the device"
     )
+    dog.stop()
+
+
+def test_a_program_called_again_goes_on_though_it_is_found_at_the_same_line() -> None:
+    dog = Watchdog(SimpleNamespace(check=lambda keys: False), 0, 2, 1000.0)
+    text = "def step(inputs):\n    return look()  # most of the time goes here\n"
+    names = {"look": lambda: {"place": dog.where()}, "__source__": text}
+    exec(compile(text, "<weft GPT>", "exec"), names)
+    program = Compiled(capture(torch.nn.Linear(2, 2), torch.ones(1, 2)).program)
+    program._step = names["step"]
+    held = {n: torch.ones(x.shape) for n, x in program.program.input_names.items()}
+    for again in (False, True):
+        dog._since -= 500.0
+        place = (program(held) if again else names["step"]({}))["place"]
+        assert (place.inside, place.line) == ("GPT", "return look()  # most of the time goes here")
+        assert place.idle < 1.0
+    dog._since -= 500.0
+    assert names["step"]({})["place"].idle > 499.0  # it was not called since
     dog.stop()
 
 

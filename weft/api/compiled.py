@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from weft import interp
 from weft.api.channels import with_channels
+from weft.api.watch import called
 from weft.codegen.blocks import Call
 from weft.codegen.order import gathers_parameters
 from weft.codegen.pipeline import lower
@@ -107,6 +108,7 @@ class Compiled:
     def __call__(self, inputs: Mapping[str, torch.Tensor], known: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The outputs by name. `known` are inputs that have been here before and need no check."""
         self._check(inputs, known)
+        called()
         if self._board is None:
             return self._run(inputs)
         self._board.post(self.program.name)
