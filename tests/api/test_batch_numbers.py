@@ -230,6 +230,39 @@ def test_ranks_answer_from_all_of_the_state(plan: str, tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+def test_sizes_of_parts_that_repeated_blocks_count_each_for_themselves() -> None:
+    """Experts that split their rows by what `tolist()` gives: torch's own reader of sizes says of any error in an answer that there is no integer."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            second = (self.experts[0](x)[:, 0] > 0).long()
+            order = second.argsort(stable=True)
+            parts = x[order].split(torch.bincount(second, minlength=2).tolist())
+            return x + torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])[order.argsort()]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block() for _ in range(3))).double()
+
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        return m(b["x"]).square().mean()
+
+    want, own = [], made()
+    optimizer, mine = torch.optim.SGD(own.parameters(), 0.1), made()
+    for i in range(3):
+        optimizer.zero_grad()
+        value = loss(own, batch(i))
+        value.backward()
+        optimizer.step()
+        want.append(value.item())
+    step = parallelize(mine, loss, torch.optim.SGD(mine.parameters(), 0.1), batch(0))
+    assert [step(batch(i)).item() for i in range(3)] == pytest.approx(want, rel=1e-12)
+
+
 def test_a_draw_that_decides_is_refused() -> None:
     m = model()
     loss = lambda m, b: m(b["x"]).sum() if F.dropout(m(b["x"])).max() > 1 else m(b["x"]).mean()  # noqa: E731

@@ -52,9 +52,13 @@ class Above(TorchFunctionMode):
             func = torch.conj_physical  # what torch keeps as a mark on the tensor, as a value
         if func in _MOVES:
             return args[0]
-        if handler is None:
-            return self._inside(func)(*_places_on_cpu(func, args), **kwargs)
-        return intercept(self.recorder, func, handler, args, kwargs, self._inside(func))
+        try:
+            if handler is None:
+                return self._inside(func)(*_places_on_cpu(func, args), **kwargs)
+            return intercept(self.recorder, func, handler, args, kwargs, self._inside(func))
+        except TypeError:
+            _ask_numbers((args, kwargs))
+            raise
 
     def _inside(self, func: Any) -> Any:
         """A function that torch writes in Python is followed into: what it calls is heard too."""
@@ -71,6 +75,14 @@ class Above(TorchFunctionMode):
                 self.inside.discard(func)
 
         return followed
+
+
+def _ask_numbers(given: Any) -> None:
+    """Ask again the computed numbers that torch was given where it takes integers: of an error in the answer it says only that there is no integer."""
+    for x in tree_leaves(given):
+        for n in (x.start, x.stop, x.step) if isinstance(x, slice) else (x,):
+            if isinstance(n, torch.SymFloat):
+                int(n)
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:
