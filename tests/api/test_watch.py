@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from weft.api.compiled import Compiled
 from weft.api.watch import Place, Watchdog, verdict, watch
+from weft.core.errors import RuntimeFault
 from weft.frontend.capture import capture
 from weft.runtime import faults
 from weft.runtime.messages import Messages
@@ -128,6 +129,15 @@ def test_a_program_called_again_goes_on_though_it_is_found_at_the_same_line() ->
     dog._since -= 500.0
     assert names["step"]({})["place"].idle > 499.0  # it was not called since
     dog.stop()
+
+
+def test_a_connection_that_another_rank_leaves_is_told_as_such() -> None:
+    with pytest.raises(RuntimeFault, match="another rank has ended in step 3 of GPT") as caught, faults.lost_connections("step 3 of GPT"):
+        raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:13749: Connection reset by peer. Check the logs\nof the remote worker")
+    for words in ("every rank to go on", "Connection reset by peer", "it was killed, ran out of memory, or raised"):
+        assert words in str(caught.value)
+    with pytest.raises(RuntimeError, match="shape"), faults.lost_connections("step 3 of GPT"):
+        raise RuntimeError("shape '[2]' is invalid")
 
 
 def test_one_process_is_not_watched() -> None:

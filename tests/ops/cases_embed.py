@@ -67,6 +67,14 @@ _SOURCES = [
         inner=False,
         refused="what multiplies is data, of which the value does not depend",
     ),
+    case(
+        "overwritten",
+        fill.overwritten,
+        lambda x, old: x.detach() + old - old.detach(),
+        normal(5, 2),
+        normal(5, 2),
+        refused="what is overwritten has the gradient, and the value does not depend on it",
+    ),
     case("stop_gradient", lambda x: fill.stop_gradient(x) * 2.0, lambda x: x.detach() * 2.0, normal(5, 2)),
 ]
 

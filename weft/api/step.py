@@ -40,6 +40,7 @@ from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
 from weft.plan.place import place
 from weft.plan.spec import Spec
+from weft.runtime.faults import lost_connections
 from weft.transform.noise import INPUT, Noise, Probe
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Step(StepState):
         self.ready(batch)
         run = self.run if self.recorder is None else self.recorder.call
         given, skipped = self._batch(batch), self.skipped
-        with exactly(self.deterministic):
+        with exactly(self.deterministic), lost_connections(f"step {self.steps} of {self.captured.program.name}"):
             out = run(given, self._state)
         if self._probe is not None:
             self._probe.take(out)

@@ -122,7 +122,7 @@ def _einsum(n: Node) -> Node:
 
 _RULES: dict[str, _Rule] = {
     "dropout": _dropout, "einsum": _einsum, "expand": _filled, "reshape": _filled, "stop_gradient": lambda n: n.args[0],
-    "scale_gradient": lambda n: n.args[0], "sum": _sum,
+    "scale_gradient": lambda n: n.args[0], "overwritten": lambda n: n.args[0], "sum": _sum,
 }  # fmt: skip
 
 

@@ -167,4 +167,17 @@ scale_gradient = define(
     doc="(x, by) -> x itself, whose gradient is multiplied",
 )
 
-__all__ = ["Cuts", "arange", "full", "indices", "is_sharded", "one_dim", "one_hot", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like"]
+overwritten = define(
+    "overwritten",
+    kind=Kind.POINTWISE,
+    equation=elementwise,
+    arity=2,
+    run=lambda x, old: x.expand(torch.broadcast_shapes(x.shape, old.shape)).clone(),
+    linear=Linear.FIRST,
+    vjp=lambda n, ct: (None, fit(ct, n.args[1])),
+    doc="(x, old) -> x itself, whose gradient goes to old: what is written in place where gradients are off",
+)
+
+__all__ = [
+    "Cuts", "arange", "full", "indices", "is_sharded", "one_dim", "one_hot", "overwritten", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like",
+]  # fmt: skip

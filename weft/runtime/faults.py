@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weft.core.errors import RuntimeFault
@@ -53,6 +55,22 @@ def is_lost_connection(error: RuntimeError) -> bool:
         sign in text
         for sign in ("connection closed by peer", "connection reset", "broken pipe", "connection was closed", "timed out waiting")
     )
+
+
+@contextmanager
+def lost_connections(doing: str) -> Iterator[None]:
+    """Inside, a message that another process will never send or take is told as what it is, and not as the transport puts it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise RuntimeFault(
+            f"another rank has ended in {doing}",
+            needed="every rank to go on until the step is done",
+            found=str(error).splitlines()[0],
+            try_="see what the other ranks say, the first to end above all: it was killed, ran out of memory, or raised",
+        ) from error
 
 
 def late(ranks: list[int], name: str) -> RuntimeFault:

@@ -27,7 +27,8 @@ def main() -> None:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except RuntimeFault as fault:
-        if board is not None:
+        cause = fault.__cause__
+        if board is not None and not (isinstance(cause, RuntimeError) and faults.is_lost_connection(cause)):  # the launcher knows which rank it was
             board.post_final_message(str(fault))
         leave(faults.LOST_A_PEER)
     except RuntimeError as error:

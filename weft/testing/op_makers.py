@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.core.node import Node, op_named
 from weft.ops.comm import all_reduce_partials
-from weft.ops.fill import arange, full, scale_gradient, shardings_of
+from weft.ops.fill import arange, full, overwritten, scale_gradient, shardings_of
 from weft.ops.linalg import einsum
 from weft.ops.pointwise import UNARY, clamp, dropout, keep_where, pow_, where
 from weft.ops.reduce import logsumexp, mean, squares_about, var_mean
@@ -99,6 +99,12 @@ def _where(m: Maker) -> Any:
 def _keep_where(m: Maker) -> Any:
     x = m.some()
     return m.emit(keep_where, x, m.sized(x.shape, "bool", "flags"))
+
+
+@makes("overwritten")
+def _overwritten(m: Maker) -> Any:
+    x = m.some()
+    return m.emit(overwritten, x, m.sized(x.shape))
 
 
 @makes("scale_gradient")

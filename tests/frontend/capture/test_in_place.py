@@ -223,6 +223,23 @@ def test_a_write_where_gradients_are_off():
     same_function(f, X.clone(), Y.clone())
 
 
+def test_such_a_write_is_exact_where_what_was_there_is_far_larger_or_no_number():
+    def small(x):
+        z = x * 1e9
+        with torch.no_grad():
+            z.mul_(1e-9)
+        return z
+
+    def cleaned(x):
+        z = x + torch.zeros(3, 4).index_fill(1, torch.tensor([1]), torch.inf)
+        with torch.no_grad():
+            z.nan_to_num_(nan=0.0, posinf=0.5, neginf=-1.0)
+        return z * 2
+
+    same_function(small, X.clone())
+    same_function(cleaned, X.clone())
+
+
 def test_no_stop_where_nothing_flows():
     class Table(nn.Module):
         def __init__(self):

@@ -1,6 +1,7 @@
 """Training steps: optimizers, accumulation, clipping, schedulers, mixed precision, and functions the user wrote."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -177,6 +178,63 @@ def test_clipping():
     for n, p in model.named_parameters():
         if p.grad is not None:
             close(got[f"d.param.{n}"], p.grad, 1e-6, n)
+
+
+def test_clipping_by_far_loses_no_digits():
+    """Gradients are multiplied in place, as constants: nothing is added to what they were."""
+    model = Net()
+    captured = capture(model, BATCH, lambda m, b: 1e4 * mse(m, b), gradients=True, clip=1e-3)
+    assert not captured.program.find_all("overwritten")
+    got = run(captured, BATCH)
+    (1e4 * mse(model, BATCH)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            assert (got[f"d.param.{n}"] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), n
+
+
+def test_gradients_are_constants_unless_a_graph_is_made():
+    def by_grad(m, out, graph):
+        (slope,) = torch.autograd.grad(out.square().sum(), m.last.weight, retain_graph=True, create_graph=graph)
+        return out.sum() + (slope.square() * m.last.weight).sum()
+
+    def by_backward(m, out, graph):
+        out.square().sum().backward(retain_graph=True, create_graph=graph, inputs=[m.last.weight, m.first.weight])
+        penalty = m.last.weight.grad.square().sum()
+        m.last.weight.grad = m.first.weight.grad = None
+        return out.sum() * penalty
+
+    for made, graph in itertools.product((by_grad, by_backward), (False, True)):
+        model = Net().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in BATCH.items()}
+
+        def step(batch, made=made, graph=graph, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = made(model, model(batch["x"]), graph)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        got = run(capture_step(step, model, optimizer, batch), batch)
+        step(batch)
+        for n, p in model.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(got[f"param.{n}"], p.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_backward_for_other_tensors_is_refused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        h = model(batch["x"])
+        h.sum().backward(inputs=[h])
+
+    with pytest.raises(CaptureError, match="gradients of other tensors") as caught:
+        capture_step(step, model, optimizer, BATCH)
+    for words in ("the module's parameters", "1 others", "torch.autograd.grad"):
+        assert words in str(caught.value)
 
 
 def test_frozen_parameters_stay():

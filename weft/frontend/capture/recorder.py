@@ -20,7 +20,7 @@ from weft.core.role import Role
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.places import Place
 from weft.frontend.capture.values import TAG, Cell, Ref, Step, view
-from weft.ops.fill import full, stop_gradient
+from weft.ops.fill import full, overwritten, stop_gradient
 from weft.ops.pointwise import cast
 from weft.ops.source import input_node
 
@@ -98,6 +98,12 @@ class Recorder:
         node = ref.read()
         return self.stopped(node) if ref.stopped and torch.is_grad_enabled() and not self.joint else node
 
+    def still(self, tensor: Tensor) -> Tensor:
+        """The tensor as one that nobody asks a gradient of, nor of what is written into it."""
+        ref = self.ref(tensor)
+        ref.stopped = ref.cell.still = True
+        return tensor
+
     def stopped(self, node: Node) -> Node:
         """The node as a constant, where a gradient could flow through it."""
         return stop_gradient(node) if self.moves(node) else node
@@ -109,6 +115,7 @@ class Recorder:
         while self.differentiable.get(leaf):
             leaf = stop_gradient(leaf)
         self.differentiable[leaf] = True
+        ref.cell.still = False
         ref.stand_for(leaf)
 
     def moves(self, node: Node) -> bool:
@@ -121,9 +128,9 @@ class Recorder:
     def write(self, tensor: Tensor, value: Node) -> None:
         """A new value in place. Where gradients are off, those of what was there before stay as they were."""
         ref = self.ref(tensor)
-        if not self.joint and (ref.stopped or not torch.is_grad_enabled()):
+        if not self.joint and not ref.cell.still and (ref.stopped or not torch.is_grad_enabled()):
             old = ref.read()
-            value = old + stop_gradient(value - old) if self.moves(old) else self.stopped(value)
+            value = overwritten(value, old) if self.moves(old) else self.stopped(value)
         ref.write(value)
 
     def _constant(self, tensor: Tensor) -> Node:

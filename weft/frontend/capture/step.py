@@ -152,9 +152,14 @@ class Step:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
-        """loss.backward(): gradients of the parameters that move and are reached, added to `.grad`."""
-        moving = {n: t for n, t in self.tape.parameters.items() if self.recorder.differentiable[self.recorder.inputs[n]]}
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, graph: bool = False, only: Iterable[Tensor] | None = None) -> None:
+        """loss.backward(): gradients of the parameters that move and are reached, added to `.grad`; constants, but with a `graph`."""
+        wanted = None if only is None else {id(t) for t in only}
+        if wanted is not None and (extra := wanted - {id(t) for t in self.tape.parameters.values()}):
+            raise CaptureError("backward() is asked for gradients of other tensors", needed="inputs= of the module's parameters", found=f"{len(extra)} others",
+                               try_="torch.autograd.grad, which gives them", where=user_line())  # fmt: skip
+        asked = {n: t for n, t in self.tape.parameters.items() if wanted is None or id(t) in wanted}
+        moving = {n: t for n, t in asked.items() if self.recorder.differentiable[self.recorder.inputs[n]]}
         for (name, tensor), grad in zip(moving.items(), self.gradients([loss], moving.values(), [gradient]), strict=True):
             if grad is None:
                 continue
@@ -162,7 +167,9 @@ class Step:
                 node = self.recorder.ref(grad).read()
                 self.raw[name] = w.add(self.raw[name], node) if name in self.raw else node
                 grad = hooked_gradient(self.tape.reals[name], grad)
-            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+            with torch.set_grad_enabled(graph or self.recorder.joint):
+                grad = grad if tensor.grad is None else tensor.grad + grad
+            tensor.grad = grad if graph or self.recorder.joint else self.recorder.still(grad)
             run_after_gradient(self.tape.reals[name], tensor)
 
     def gradients(self, of: Iterable[Tensor], wrt: Iterable[Tensor], cts: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -391,10 +398,10 @@ def _no_parameter(group: int, p: Tensor) -> CaptureError:
 
 
 @function(Tensor.backward, tensors=True)
-def _backward(r: Recorder, loss: Tensor, gradient: Any = None, *_: Any, **__: Any) -> None:
+def _backward(r: Recorder, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
     if r.function:
         raise CustomGradient(r.function)  # autograd puts gradients of what the function is given into their .grad
-    r.step.backward(loss, gradient)
+    r.step.backward(loss, gradient, bool(create_graph), [inputs] if isinstance(inputs, Tensor) else inputs)
 
 
 @function(Tensor.register_hook, tensors=True)
@@ -439,11 +446,15 @@ def _grad_fn(r: Recorder, x: Tensor) -> Any:
 
 
 @function(torch.autograd.grad, tensors=True)
-def _grad(r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **more: Any) -> Any:
+def _grad(
+    r: Recorder, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, *_: Any, **more: Any
+) -> Any:
     of = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     wrt = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     cts = [None] * len(of) if grad_outputs is None else [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
     found = r.step.gradients(of, wrt, cts)
+    if not create_graph and not r.joint:
+        found = [g if g is None else r.still(g) for g in found]
     if more.get("allow_unused") or more.get("materialize_grads"):
         return tuple(found)
     return tuple(r.wrap(zeros_like(r.node(t))) if g is None else g for g, t in zip(found, wrt, strict=True))

@@ -20,10 +20,11 @@ TAG = "_weft_ref"
 class Cell:
     """One storage: its value now, and how often it was written."""
 
-    __slots__ = ("node", "version")
+    __slots__ = ("node", "still", "version")
 
     def __init__(self, node: Node) -> None:
         self.node, self.version = node, 0
+        self.still = False  # no gradient is asked of what is here
 
 
 class Ref:
