@@ -6,8 +6,6 @@ A program costs what the layout ILP makes of it on the mesh; tables are updated 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable, Sequence
 
 from weft.cluster.spec import Cluster
@@ -22,7 +20,7 @@ from weft.rewrite.pattern import Star
 from weft.rewrite.prove.instances import declared
 from weft.rewrite.prove.shapes import base_labels
 from weft.rewrite.schema import OpHole, Schema, make_node
-from weft.rewrite.search import both_directions
+from weft.rewrite.search import best_first, both_directions
 
 RELAX = 1.05  # a step this much dearer than the best is still followed
 EFFORT = 5e6  # work of one ILP while searching
@@ -61,24 +59,8 @@ def _work_differs(rule: Schema) -> bool:
 
 def best_path(step: RewrittenStep, price: Price, rules: Sequence[Schema], budget: int, most: int) -> Path:
     """The moves that lead to the cheapest step found, best first; a move that gains nothing is not made."""
-    least, best = price(step.program), ()  # type: tuple[float, Path]
-    count = itertools.count()
-    queue: list[tuple[float, int, RewrittenStep, Path]] = [(least, next(count), step, ())]
-    seen = {step.key}
-    for _ in range(budget):
-        if not queue or queue[0][0] > RELAX * least:
-            break
-        _, _, here, path = heapq.heappop(queue)
-        for move, there in here.neighbours(rules, most):
-            if there.key in seen:
-                continue
-            seen.add(there.key)
-            cost = price(there.program)
-            if cost < least * (1 - GAIN):
-                least, best = cost, (*path, move)
-            if cost <= RELAX * least:
-                heapq.heappush(queue, (cost, next(count), there, (*path, move)))
-    return best
+    found = best_first(step, lambda s: s.neighbours(rules, most), lambda s: s.key, lambda s: price(s.program), RELAX, budget, GAIN)
+    return found.rules
 
 
 def replayed(step: RewrittenStep, path: Path, rules: Sequence[Schema]) -> RewrittenStep:

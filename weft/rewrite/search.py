@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from weft.core.errors import InvalidTransform, WeftError
 from weft.core.node import Node
@@ -20,45 +21,55 @@ from weft.rewrite.pattern import Hole
 from weft.rewrite.schema import Schema, flipped, matches
 
 Cost = Callable[[Program], float]
+State = TypeVar("State")
+Move = TypeVar("Move")
 LOOKS = 3  # how deep two places must be the same to be changed together
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[State, Move]):
     """The cheapest program found, what it costs, the rules that led there, and how far the search went."""
 
-    program: Program
+    program: State
     cost: float
     start: float
-    rules: tuple[str, ...]
+    rules: tuple[Move, ...]
     expanded: int
     seen: int
 
 
-def search(program: Program, cost: Cost, rules: Iterable[Schema] | None = None, *, relax: float = 1.05, budget: int = 100) -> Outcome:
+def search(
+    program: Program, cost: Cost, rules: Iterable[Schema] | None = None, *, relax: float = 1.05, budget: int = 100
+) -> Outcome[Program, str]:
     """The cheapest program within `budget` expansions. Without `rules`, every proved rule is used, both ways."""
     ways = both_directions(_proved() if rules is None else rules)
-    start = best_cost = cost(program)
-    best: tuple[Program, tuple[str, ...]] = (program, ())
+    return best_first(program, lambda p: moves(p, ways), _key, cost, relax, budget)
+
+
+def best_first(
+    start: State, neighbours: Callable[[State], Iterable[tuple[Move, State]]], key: Callable[[State], object], cost: Callable[[State], float],
+    relax: float, budget: int, gain: float = 0.0,
+) -> Outcome[State, Move]:  # fmt: skip
+    """The cheapest state within `budget` expansions; what is cheaper by no more than that share, `gain`, costs the same."""
+    first = least = cost(start)
+    best: tuple[State, tuple[Move, ...]] = (start, ())
     count = itertools.count()
-    queue: list[tuple[float, int, Program, tuple[str, ...]]] = [(start, next(count), program, ())]
-    seen = {_key(program)}
+    queue: list[tuple[float, int, State, tuple[Move, ...]]] = [(first, next(count), start, ())]
+    seen = {key(start)}
     expanded = 0
-    while queue and expanded < budget:
-        price, _, here, used = heapq.heappop(queue)
-        if price > relax * best_cost:
-            continue
+    while queue and expanded < budget and queue[0][0] <= relax * least:
+        _, _, here, path = heapq.heappop(queue)
         expanded += 1
-        for name, there in moves(here, ways):
-            if _key(there) in seen:
+        for move, there in neighbours(here):
+            if key(there) in seen:
                 continue
-            seen.add(_key(there))
+            seen.add(key(there))
             price = cost(there)
-            if price < best_cost:
-                best_cost, best = price, (there, (*used, name))
-            if price <= relax * best_cost:
-                heapq.heappush(queue, (price, next(count), there, (*used, name)))
-    return Outcome(best[0], best_cost, start, best[1], expanded, len(seen))
+            if price < least * (1 - gain):
+                least, best = price, (there, (*path, move))
+            if price <= relax * least:
+                heapq.heappush(queue, (price, next(count), there, (*path, move)))
+    return Outcome(best[0], least, first, best[1], expanded, len(seen))
 
 
 def _proved() -> tuple[Schema, ...]:
