@@ -15,14 +15,13 @@ from weft.api.compiled import Compiled
 from weft.api.eager import How
 from weft.api.retracing import MOST
 from weft.api.safety import seen_by_first, verified
-from weft.core.errors import CaptureError, PlanError, RuntimeFault
+from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import S
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.frontend.capture import Captured, capture
+from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.model import uncompiled
-from weft.frontend.capture.places import holds_traced
+from weft.frontend.capture.model import capture_unchanged, uncompiled
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts, tensor_shards
@@ -105,18 +104,10 @@ class Inference:
 
     def _captured(self, batch: Any) -> Captured:
         with evaluating(self.model):
-            reads = Reads(self.model, None, batch)
-            captured = capture(self.model, batch, reads=reads)
-            reads.undo()
-        if reads.drew or [c for c in reads.left if not holds_traced(c.now)]:
-            what = reads.left[0].words if reads.left else "random numbers drawn in Python"
-            raise CaptureError(
-                f"the model changes Python as it runs ({what})",
-                needed="a model in evaluation mode that changes nothing but its buffers",
-                found=what,
-                try_="keep what it counts in a buffer",
+            captured = capture_unchanged(
+                self.model, batch, "a model in evaluation mode that changes nothing but its buffers", "keep what it counts in a buffer"
             )
-        reads.in_any_mode()
+        cast(Reads, captured.reads).in_any_mode()
         return captured
 
     def _placed(self, captured: Captured) -> Program:

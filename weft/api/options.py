@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -119,3 +120,24 @@ def spec_of(mesh: Any) -> Spec:
             "this DeviceMesh names no plan", needed=f"{needed}, ranks in row-major order", found=str(mesh), try_=f'plan="{spec}"'
         )
     return spec
+
+
+def require_ranks(plan: Spec, call: str) -> None:
+    """Refuse a plan that is for another number of processes."""
+    world, n = dist.get_world_size() if dist.is_initialized() else 1, plan.mesh.ranks
+    if n == world:
+        return
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and not dist.is_initialized():
+        raise PlanError(
+            f"plan '{plan}' needs a process group",
+            needed=f"torch.distributed.init_process_group() before {call}",
+            found=f"{launched} processes that know nothing of each other",
+            try_="torch.distributed.init_process_group()",
+        )
+    raise PlanError(
+        f"plan '{plan}' is for {n} process{'' if n == 1 else 'es'}",
+        needed=f"degrees of dp, cp, ep, tp and pp that multiply to the number of processes, which is {world}",
+        found=str(plan),
+        try_=f"weft run -n {n} SCRIPT" if n > 1 else f'plan="{replace(plan, dp=world)}"',
+    )

@@ -6,14 +6,12 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +20,7 @@ from weft.api import auto, planfile
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How, Moment
 from weft.api.memory_limit import require_memory
-from weft.api.options import ANY_PLAN, Options, Settings, device_for, spec_of
+from weft.api.options import ANY_PLAN, Options, Settings, device_for, require_ranks, spec_of
 from weft.api.pipeline_plans import PipelinePlans
 from weft.api.rank_sync import broadcast_initial_state
 from weft.api.retracing import Variants
@@ -276,27 +274,8 @@ def _by_parts(named: Spec, accumulate: int) -> Spec:
 
 def _for_these(named: Spec, **choices: Any) -> Spec:
     """A plan for as many processes as there are; what only a choice between plans can follow is refused."""
-    _require_ranks(named)
+    require_ranks(named, "weft.parallelize")
     for name, value in choices.items():
         if value:
             raise PlanError(f"{name}= is for a choice between plans", needed='plan="auto"', found=str(named), try_=f"leave out {name}=")
     return named
-
-
-def _require_ranks(named: Spec) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if named.mesh.ranks != world:
-        n, launched = named.mesh.ranks, int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1 and not dist.is_initialized():
-            raise PlanError(
-                f"plan '{named}' needs a process group",
-                needed="torch.distributed.init_process_group() before weft.parallelize",
-                found=f"{launched} processes that know nothing of each other",
-                try_="torch.distributed.init_process_group()",
-            )
-        raise PlanError(
-            f"plan '{named}' is for {n} process{'' if n == 1 else 'es'}",
-            needed=f"degrees of dp, cp, ep, tp and pp that multiply to the number of processes, which is {world}",
-            found=str(named),
-            try_=f"weft run -n {n} SCRIPT" if n > 1 else f'plan="{replace(named, dp=world)}"',
-        )

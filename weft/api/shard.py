@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -26,12 +25,12 @@ from weft.api.check_step import Verdict, check_against_torch
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.eager import How, Moment
-from weft.api.options import device_for, spec_of
+from weft.api.options import device_for, require_ranks, spec_of
 from weft.api.planfile import Followed, follow
 from weft.api.rank_sync import broadcast_initial_state
 from weft.api.safety import seen_by_first, verified
 from weft.core.dtensor import to_placements
-from weft.core.errors import CaptureError, PlanError, RuntimeFault
+from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
 from weft.core.names import original, part, readable
 from weft.core.program import Program
@@ -39,8 +38,8 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.model import called, capture_step, require_torchs, uncompiled
-from weft.frontend.capture.places import Change, holds_traced
+from weft.frontend.capture.model import called, capture_step, capture_unchanged, require_torchs, uncompiled
+from weft.frontend.capture.places import Change
 from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin, resolve
@@ -85,10 +84,8 @@ def parallelize_module(model: nn.Module, plan: str, example: Any, **options: Any
 def _followed(plan: str | Path | Spec | Plan) -> Followed:
     """A plan for as many processes as there are, of which the model alone can do everything."""
     followed = follow(plan)
-    spec, world = followed.spec, dist.get_world_size() if dist.is_initialized() else 1
-    if spec.mesh.ranks != world:
-        tip = f"weft run -n {spec.mesh.ranks} SCRIPT"
-        raise PlanError(f"plan '{spec}' is for {spec.mesh.ranks} processes", needed=f"a plan for {world}", found=str(spec), try_=tip)
+    spec = followed.spec
+    require_ranks(spec, "weft.shard")
     beyond = spec.virtual_stages * spec.micro_batches > 1 or spec.recompute or spec.offload or spec.moves
     if beyond:
         raise PlanError(
@@ -294,19 +291,11 @@ def captured_with_nest(model: nn.Module, example: Any) -> tuple[Captured, TreeSp
     seen: list[TreeSpec] = []
     hook = model.register_forward_hook(lambda _m, _a, out: seen.append(tree_flatten(out)[1]))
     try:
-        reads = Reads(model, None, example)
-        captured = capture(model, example, reads=reads)
-        reads.undo()
+        captured = capture_unchanged(
+            model, example, "a forward pass that changes nothing but buffers", "weft.parallelize, which traces such a step at every call"
+        )
     finally:
         hook.remove()
-    kept = [c.words for c in reads.left if not holds_traced(c.now)] + ["random numbers drawn in Python"] * reads.drew
-    if kept:
-        raise CaptureError(
-            f"the model changes Python as it runs ({kept[0]})",
-            needed="a forward pass that changes nothing but buffers",
-            found=kept[0],
-            try_="weft.parallelize, which traces such a step at every call",
-        )
     return captured, seen[-1]
 
 

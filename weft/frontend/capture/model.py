@@ -23,6 +23,7 @@ from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.joint import CustomGradient, has_old_hooks, require_no_node_hooks
 from weft.frontend.capture.micro import batch_dims_of, in_micro_batches, micro_batch, require_parts, unrolled
 from weft.frontend.capture.numbers import NumberNeeded
+from weft.frontend.capture.places import holds_traced
 from weft.frontend.capture.step import Captured, Step
 from weft.frontend.capture.tape import Tape, tracing
 
@@ -85,6 +86,17 @@ def capture(
             step.give_gradients() if optimizer is None else step.update(optimizer)
 
     return _traced(model, example, run, capacity, name, given, reads)
+
+
+def capture_unchanged(model: nn.Module, example: Any, needed: str, try_: str) -> Captured:
+    """The forward pass of a module that leaves Python as it was; refused where it does not."""
+    reads = Reads(model, None, example)
+    captured = capture(model, example, reads=reads)
+    reads.undo()
+    left = [c.words for c in reads.left if not holds_traced(c.now)] + ["random numbers drawn in Python"] * reads.drew
+    if left:
+        raise CaptureError(f"the model changes Python as it runs ({left[0]})", needed=needed, found=left[0], try_=try_)
+    return captured
 
 
 def require_torchs(model: Any, optimizer: Any) -> None:
