@@ -134,6 +134,12 @@ def coarser(c: Cell, v: Any) -> None:
     given(v, x.double() * 0.5 + v.gather("h", reduce="sum"))
 
 
+def distances(c: Cell, v: Any) -> None:
+    """Of one op come a gradient with rows, and one of a weight without."""
+    x = v.pull("x", optional=True) + v.gather("h", reduce="sum")
+    given(v, torch.tanh(x + torch.cdist(x[:, None], c.m[0].weight.expand(len(x), 5, 5))[:, 0]))
+
+
 def unread(c: Cell, v: Any) -> None:
     """A state nobody gathers, one that nobody needs, outputs that are states, and no rows."""
     dead, x = v.gather("k", reduce="sum"), v.pull("x", optional=True)
@@ -153,6 +159,7 @@ FUNCTIONS: dict[str, tuple[Any, Callable[[], list[nn.Module]], int]] = {
     "pointwise functions": (functions, list, 5),
     "parts of values": (parts, lambda: [WIDE(10)], 5),
     "two precisions": (coarser, list, 5),
+    "a gradient that torch takes": (distances, lambda: [SQUARE()], 5),
     "what nobody reads": (unread, lambda: [SQUARE()], 5),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -50,16 +51,16 @@ def test_a_recursion_over_trees() -> None:
 
 def test_a_decorated_cell_is_learnt_once() -> None:
     torch.manual_seed(0)
-    cell, x, ran = tree_lstm.ChildSum(3, 4).double(), torch.randn(8, 3, dtype=torch.float64), [0]
+    cell, x, ran = tree_lstm.ChildSum(3, 4).double(), torch.randn(8, 3, dtype=torch.float64), [count(), count()]
 
     @dynamic.batched
     def leaf(word: Tensor) -> tuple[Tensor, Tensor]:
-        ran[0] += 1
+        next(ran[0])
         return cell.alone(word, [])
 
     @dynamic.batched
     def inner(h0: Tensor, c0: Tensor, h1: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
-        ran[0] += 1
+        next(ran[1])
         return cell.alone(None, [(h0, c0), (h1, c1)])
 
     def encode(t: Any) -> Any:
@@ -70,7 +71,7 @@ def test_a_decorated_cell_is_learnt_once() -> None:
 
     batch = trees(5, 30)
     assert_same(torch.stack([encode(t)[0] for t in batch]), torch.stack([alone(t)[0] for t in batch]), list(cell.parameters()))
-    assert ran == [2]
+    assert [next(c) for c in ran] == [1, 1]
 
 
 def test_calls_share_batches() -> None:
@@ -164,3 +165,96 @@ def test_an_error_inside_a_call_leaves_nothing_open() -> None:
     with pytest.raises(ValueError, match="no such tree"):
         f((1, 2))
     assert lazy._recorder.open == []
+
+
+class Reader(nn.Module):
+    """A cell that reads numbers, a tensor and its mode of training of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.rows, self.ran = nn.Linear(3, 3).double(), 1.0, torch.ones(3, dtype=torch.float64), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) * self.scale) + self.rows * 2 + float(self.training)
+
+
+def test_a_learnt_call_reads_python_again() -> None:
+    torch.manual_seed(0)
+    reader, x = Reader(), torch.randn(3, dtype=torch.float64)
+    ours = dynamic.batched(reader.forward)
+
+    def replaced() -> None:
+        reader.layer.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    changes = [lambda: None, lambda: setattr(reader, "scale", 2.0), lambda: reader.rows.add_(1), reader.eval, replaced]
+    changes += [lambda: setattr(reader, "rows", torch.zeros(3, dtype=torch.float64)), reader.train]
+    for change in changes:
+        change()
+        assert torch.allclose(ours(x) * 1, reader(x))
+
+
+def test_what_a_call_does_besides_is_done_each_time() -> None:
+    done = list[int]()
+
+    @dynamic.batched
+    def count_and_draw(x: Tensor) -> Tensor:
+        done.append(1)
+        return x + torch.randn(2)
+
+    a, b = count_and_draw(torch.ones(2)), count_and_draw(torch.ones(2))
+    assert len(done) == 2
+    assert not torch.equal(a * 1, b * 1)
+
+
+def test_numbers_of_another_type_are_other_numbers() -> None:
+    whole = torch.tensor([1, 2])
+    one, real, true = (dynamic.batched(f) for f in (lambda x: x + 1, lambda x: x + 1.0, lambda x: x + True))
+    assert [(f(whole) * 1).dtype for f in (one, real, true)] == [torch.int64, torch.float32, torch.int64]
+    up, down = (dynamic.batched(f) for f in (lambda x: x / 0.0, lambda x: x / -0.0))
+    assert (float(up(torch.ones(()))), float(down(torch.ones(())))) == (float("inf"), -float("inf"))
+
+
+def test_gradients_are_taken_where_the_call_was_made() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    step = dynamic.batched(lambda x: torch.tanh(layer(x)))
+    with torch.no_grad():
+        without = step(x)
+    with_ = step(x)
+    with torch.no_grad():
+        float(with_.sum())
+    assert ((without * 1).requires_grad, (with_ * 1).requires_grad) == (False, True)
+
+    @dynamic.batched
+    def partly(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = layer(x)
+        return y * layer.bias
+
+    partly(x).sum().backward()
+    assert layer.weight.grad is None
+    assert torch.allclose(layer.bias.grad, layer(x))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(cell: Any) -> None:
+    torch.manual_seed(0)
+    one, x = cell(3, 3).double(), torch.randn(3, dtype=torch.float64)
+
+    def step(h: Tensor) -> Tensor:
+        return one(x, (h, h))[0] if cell is nn.LSTMCell else one(x, h)
+
+    ours = dynamic.batched(step)
+    assert_same(ours(ours(x)), step(step(x)), list(one.parameters()))
+
+
+def test_writes_in_place_are_refused_where_another_would_see_them() -> None:
+    own = dynamic.batched(lambda x: (x * 2).add_(1))
+    theirs = dynamic.batched(lambda x: x[1:].add_(1))
+    x = torch.ones(2)
+    assert (own(x) * 1).tolist() == [3.0, 3.0]
+    with pytest.raises(StructureError, match="a batched function writes into a tensor that is not its own"):
+        theirs(x)
+    late = own(x)
+    x.add_(1)
+    with pytest.raises(StructureError, match="written into between a batched call that reads it and the first use of a result"):
+        late.sum()

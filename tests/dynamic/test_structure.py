@@ -157,8 +157,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an absent child": (
         lambda: _run(_built([[], [0, None]]), slots=True),
-        "sample 0: vertex 1 lacks a child.*try     gather it with optional=True",
+        "sample 0: vertex 1 lacks child 1.*try     gather it with optional=True",
     ),
+    "an absent child where another may be absent": (lambda: _run(_built([[], [None, 0]]), second=True), "sample 0: vertex 1 lacks child 0"),
+    "too few children": (lambda: _run(_built([[], [None]]), second=True), "sample 0: vertex 1 lacks child 0"),
+    "a vertex that is not there": (lambda: _run(dynamic.trees([(0, 1)]), at=[0, -1]), "is not there.*needed  numbers between 0 and 2.*found   -1"),
+    "truth values for vertices": (lambda: _run(dynamic.trees([(0, 1)]), at=[True, False, True]), "these are no vertices"),
+    "vertices of no output": (lambda: _run(dynamic.trees([(0, 1)]), at={"g": [0]}), "other outputs than the functions push.*needed  h.*found   g"),
+    "an array as input": (lambda: _run(dynamic.trees([(0, 1)]), x=np.zeros((4, 3))), "input 'x' is no tensor.*found   ndarray"),
     "a row out of range": (
         lambda: _run(dynamic.trees([(0, 1), (1, 9)])),
         "sample 1: vertex 1 reads row 9 of input 'x', which is not there.*needed  a row between 0 and 3",
@@ -192,6 +198,16 @@ def test_a_bad_graph_is_refused_by_sample_and_vertex(what: str) -> None:
     assert re.search(message, str(refused.value), re.S), str(refused.value)
 
 
+def test_an_absent_child_among_several_reads_zeros() -> None:
+    def double(v: dynamic.Vertex) -> None:
+        h = v.pull("x") + 2 * v.gather("h", reduce="sum", optional=True)
+        v.scatter(h=h)
+        v.push(h=h)
+
+    model = dynamic.Model(double, states={"h": 1})
+    assert model(_built([[], [0, None, 0]]), torch.ones(1, 1)).tolist() == [[5.0]]
+
+
 def _built(children: list[list[int | None]]) -> dynamic.Structure:
     build = dynamic.Builder().sample()
     for below in children:
@@ -199,14 +215,14 @@ def _built(children: list[list[int | None]]) -> dynamic.Structure:
     return build.done()
 
 
-def _run(s: dynamic.Structure, slots: bool = False, x: Any = None) -> Any:
+def _run(s: dynamic.Structure, slots: bool = False, x: Any = None, second: bool = False, at: Any = "roots") -> Any:
     weight = torch.randn(3, 3)
 
     def function(v: dynamic.Vertex) -> None:
-        below = v.gather("h", 0) + v.gather("h", 1) if slots else v.gather("h", reduce="sum")
+        below = v.gather("h", 0) + v.gather("h", 1, optional=second) if slots or second else v.gather("h", reduce="sum", optional=True)
         pulled = v.pull("x", optional=slots or s.row.min() < 0 and s.arity[s.row < 0].min() > 0)
         h = pulled @ weight + below
         v.scatter(h=h)
         v.push(h=h)
 
-    return dynamic.Model(function, states={"h": 3})(s, torch.zeros(4, 3) if x is None else x)
+    return dynamic.Model(function, states={"h": 3})(s, torch.zeros(4, 3) if x is None else x, at=at)

@@ -53,6 +53,7 @@ def test_a_product_with_a_gathered_state_is_done_where_the_state_is_made() -> No
     assert "h@0" in model._variant({"x": x}, s).states
 
 
+ZEROS = torch.zeros(12, 3)
 REFUSED: dict[str, tuple[Callable[[dynamic.Vertex], None], str]] = {
     "mixing rows by a mean": (lambda v: v.scatter(h=v.pull("x") - v.pull("x").mean(0)), "mixes vertices: 'h' of one depends on the others"),
     "the number of rows": (lambda v: v.scatter(h=v.pull("x") / v.pull("x").shape[0]), "the number of vertices or edges read as a number"),
@@ -70,6 +71,14 @@ REFUSED: dict[str, tuple[Callable[[dynamic.Vertex], None], str]] = {
     "an output without rows": (lambda v: v.push(y=torch.ones(3)), "pushes 'y' without one row per vertex"),
     "two sets of children": (
         lambda v: v.scatter(h=v.gather("h", reduce="sum") + v.gather("h", reduce="sum", after=1)), "two different sets of children",
+    ),
+    "a child read twice": (
+        lambda v: v.scatter(h=v.gather("h", 1) + v.gather("h", reduce="sum", after=1)), "a child both by itself and together with others.*needed  after=2",
+    ),
+    "rows one by one": (lambda v: v.scatter(h=torch.stack([row * 2 for row in v.pull("x")])), "goes through its vertices one by one"),
+    "an op without a batched form": (
+        lambda v: v.scatter(h=torch.vmap(lambda x: torch.lstm_cell(x[None], (x[None], x[None]), ZEROS, ZEROS)[0][0])(v.pull("x"))),
+        "torch.vmap has no way to do an op for many vertices at once.*found   Batching rule not implemented for aten::lstm_cell",
     ),
     "an unknown reduction": (lambda v: v.scatter(h=v.gather("h", reduce="median")), "unknown reduction over children"),
 }  # fmt: skip

@@ -209,7 +209,7 @@ def _homes(cell: Cell) -> None:
         if node in homes or not domain(node) or len(node.types) > 1:
             continue
         readers = _readers(cell.graph, node)
-        across = any(phase[r] != phase[node] for r in readers)
+        across = any(phase[r] != phase[node] or r in cell.phased.again for r in readers)
         stored = kernel is not None and node in kernel.stored
         if across or stored or any(place[r] is not None and place[r] is not kernel for r in readers):
             homes[node] = home_of(node, "full" if across else "scratch", (cell.graph.names[node],))

@@ -76,11 +76,12 @@ class Frame:
 
     def total(self, node: Node) -> Tensor:
         """A sum over all rows of the class, a weight gradient say, worked out when it is asked for."""
-        if self.cell.phased.phase.get(node) != "sums" and not (is_view(node) and not domain(node)):
+        phased = self.cell.phased
+        if phased.phase.get(node) != "sums" and node not in phased.again and not (is_view(node) and not domain(node)):
             return self.fetch(node, self.span)
         if node not in self.local:
             args = self._args(node, self.total)
-            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else run(node, args)
+            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else run(node, args, self._sizes(node, self.span))
         return self.local[node]
 
     def _sums_rows(self, node: Node, args: tuple[Any, ...]) -> bool:
@@ -234,8 +235,10 @@ class Frame:
         return step
 
     def _call(self, node: Node, span: Span) -> Any:
-        sizes = (span[1] - span[0], span[3] - span[2]) if node in self.cell.sized else None
-        return run(node, self._args(node, lambda n: self.fetch(n, span)), sizes)
+        return run(node, self._args(node, lambda n: self.fetch(n, span)), self._sizes(node, span))
+
+    def _sizes(self, node: Node, span: Span) -> tuple[int, int] | None:
+        return (span[1] - span[0], span[3] - span[2]) if node in self.cell.sized else None
 
     @staticmethod
     def _args(node: Node, find: Callable[[Node], Any]) -> list[Any]:

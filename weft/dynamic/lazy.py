@@ -9,7 +9,8 @@
     roots = torch.stack([encode(t) for t in trees])     # `stack` needs numbers: now all calls run, batched by structure
 
 A call becomes a vertex. What it did with tensors is its type: two calls with the same ops on the same parameters are of one type and
-share batches. A call whose arguments are tensors alone is not even run: its ops are those of an earlier call with such shapes.
+share batches. A call whose arguments are tensors alone is not even run where an earlier call with such shapes read no numbers, left
+nothing changed in Python, and all that it read of Python still is what it was: its ops are those of that call.
 A result is a tensor whose numbers come later; whatever needs them (`item`, `if`, an op outside of all decorated calls) runs what
 is deferred.
 """
@@ -24,14 +25,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from weft.core.errors import StructureError
 from weft.dynamic.model import Model
-from weft.dynamic.record import Kind, Meta, Op, Ref, flat, is_weight, results_of, state_name, unflat, write
+from weft.dynamic.record import APART, Kind, Meta, Op, Ref, flat, is_weight, results_of, state_name, unflat, without_gradient, write
 from weft.dynamic.structure import NO_ROW, Structure
+from weft.frontend.capture.guards import Reads
+from weft.frontend.capture.places import Place
+
+LEARNT = 4  # ways a function went that are kept for arguments of some shapes
 
 
 class Lazy(Tensor):
@@ -83,17 +88,23 @@ _NEEDS_NUMBERS = {
 class LazyCall:
     """A call that is written down and has not run."""
 
-    __slots__ = ("__weakref__", "children", "holders", "inputs", "kind")
+    __slots__ = ("__weakref__", "children", "holders", "inputs", "kind", "takes_gradients")
 
     def __init__(self, kind: Kind, children: list[LazyCall], inputs: list[Tensor]) -> None:
-        self.kind, self.children, self.inputs = kind, children, inputs
+        self.kind, self.children, self.inputs, self.takes_gradients = kind, children, inputs, torch.is_grad_enabled()
         self.holders: list[weakref.ref[Lazy]] = []
 
 
-class Call:
-    """One open call of a decorated function: what it did so far."""
+class _MustRunError(BaseException):
+    """What is deferred must run first; a call that finds this on stand-ins cannot be learnt on them. No error of the user's."""
 
-    def __init__(self) -> None:
+
+class Call:
+    """One open call of a decorated function: what it did so far, perhaps on stand-ins for its arguments."""
+
+    def __init__(self, on_stand_ins: bool = False) -> None:
+        self.on_stand_ins = on_stand_ins
+        self.views: dict[Ref, Ref] = {}  # of what is not this call's own
         self.ops: list[Op] = []
         self.path = 0  # the number of this sequence of ops
         self.inputs: list[Tensor] = []
@@ -108,28 +119,53 @@ class Call:
                 return x.ref
             if x.vertex is None:
                 _recorder.cut(x.call)
-            if x.meta_[1].is_floating_point:
-                return Ref("child", _position(self.children, x.vertex), x.port)
-            _recorder.flush()  # only floats are sent between vertices
+            if self.on_stand_ins or not x.meta_[1].is_floating_point:
+                raise _MustRunError  # only floats are sent between vertices
+            return Ref("child", _position(self.children, x.vertex), x.port)
         value = x.value if type(x) is Lazy else x
         return Ref("weight", _position(self.weights, value)) if is_weight(value) else Ref("in", _position(self.inputs, value))
 
     def do(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Write an op down; its results are lazy."""
-        metas: list[Meta] = []
+        function, metas = APART.get(function, function), list[Meta]()
+        if not torch.is_grad_enabled():
+            function = without_gradient(function)
 
         def name(x: Tensor) -> Ref:
             metas.append(_meta(x))
             return self.ref(x)
 
-        op = Op(function, tuple([write(a, name) for a in args]), tuple([(k, write(v, name)) for k, v in kwargs.items()]))
-        outs, how = results_of(op, tuple(metas))
-        number = len(self.ops)
+        try:
+            op = Op(function, tuple([write(a, name) for a in args]), tuple([(k, write(v, name)) for k, v in kwargs.items()]))
+        except _MustRunError:
+            if not self.on_stand_ins:
+                _recorder.flush()
+                return _recorder.open[-1].do(function, args, kwargs)
+            raise
+        try:
+            gives, number, named = results_of(op, tuple(metas)), len(self.ops), op.refs()
+        except (RuntimeError, TypeError):  # what it gives is no tensor, or depends on numbers; or it is an error, which then has torch's words
+            return function(*self._now(args), **self._now(kwargs))
+        for at in gives.written:
+            if self._outside(named[at]) is not None:
+                raise _writes(function)
         self.ops.append(op)
         self.path = _recorder.step(self.path, op)
-        made = [Lazy(meta, self, Ref("op", number, i)) for i, meta in enumerate(outs)]
+        made = [Lazy(meta, self, Ref("op", number, i)) for i, meta in enumerate(gives.metas)]
+        for lazy, seen in zip(made, gives.views, strict=True):
+            if seen is not None and (outside := self._outside(named[seen])) is not None:
+                self.views[lazy.ref] = outside
         self.results += map(weakref.ref, made)
-        return unflat(made, how)
+        return unflat(made, gives.how)
+
+    def _now(self, x: Any) -> Any:
+        if self.on_stand_ins:
+            raise _MustRunError
+        return _numbers(x)
+
+    def _outside(self, ref: Ref) -> Ref | None:
+        """What is not this call's own and lies under a value."""
+        return self.views.get(ref) if ref.of == "op" else ref
 
     def close(self) -> None:
         """The call becomes a vertex; results somebody still holds become what it scatters."""
@@ -148,6 +184,7 @@ class Recorder(threading.local):
 
     def __init__(self) -> None:
         self.pending: list[LazyCall] = []
+        self.versions: dict[int, tuple[Tensor, int]] = {}  # of tensors that it reads, by identity
         self.open: list[Call] = []
         self.steps: dict[tuple[int, Op], int] = {}
         self.kinds: dict[Any, Kind] = {}
@@ -172,6 +209,12 @@ class Recorder(threading.local):
         for port, lazy in enumerate(results):
             lazy.vertex, lazy.port = vertex, port
             vertex.holders.append(weakref.ref(lazy))
+        self.defer(vertex)
+
+    def defer(self, vertex: LazyCall) -> None:
+        """Have a call wait for others."""
+        for x in (*vertex.inputs, *vertex.kind.weights):
+            self.versions.setdefault(id(x), (x, _version(x)))
         self.pending.append(vertex)
 
     def cut(self, call: Call | None) -> None:
@@ -182,6 +225,8 @@ class Recorder(threading.local):
                 "a result is used of a call that never finished", needed="results of finished calls, or of calls around this one",
                 found="a tensor kept from a call that raised an error",
             )  # fmt: skip
+        if self.open[at].on_stand_ins:
+            raise _MustRunError
         self.open[at].close()
         self.open[at] = Call()
 
@@ -190,22 +235,29 @@ class Recorder(threading.local):
         for call in list(self.open):
             self.cut(call)
         pending, self.pending = self.pending, []
+        versions, self.versions = self.versions, {}
         if not pending:
             return
+        if any(_version(x) != before for x, before in versions.values()):
+            raise StructureError(
+                "a tensor was written into between a batched call that reads it and the first use of a result",
+                needed="what a call reads as it was when it was called", found="a write in place, as by add_ or optimizer.step()",
+                try_="dynamic.flush() before the write",
+            )  # fmt: skip
         kinds = {p.kind.name: p.kind for p in pending}
         names = tuple(sorted(kinds))
         if names not in self.models:
             self.models[names] = _model([kinds[n] for n in names])
         model = self.models[names]
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(any(p.takes_gradients for p in pending)):
             structure, inputs = _structure(pending, names)
             held = _held(pending)
             every = dict.fromkeys(name for k in kinds.values() for name in k.states)
             results = model(structure, inputs, at={o: np.array([v for v, _ in held.get(o, ())], np.int64) for o in every})
             results = results if isinstance(results, dict) else {next(iter(every)): results}
             for state, rows in held.items():
-                for (_, lazy), value in zip(rows, results[state].unbind(0), strict=True):
-                    lazy.value, lazy.vertex = value, None
+                for (v, lazy), value in zip(rows, results[state].unbind(0), strict=True):
+                    lazy.value, lazy.vertex = value if pending[v].takes_gradients else value.detach(), None
 
 
 _recorder = Recorder()
@@ -218,17 +270,25 @@ def flush() -> None:
 
 def batched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Write calls of a function down and run them together; see the module."""
-    learnt: dict[Any, Learnt] = {}
+    learnt: dict[Any, list[Learnt]] = {}
+    always_run = set[Any]()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs or not _only_tensors(args):
             return _recorded(function, args, kwargs)
-        key = tuple([_meta(a) if isinstance(a, Tensor) else a for a in args])
-        found = learnt.get(key)
-        if found is None:
-            found = learnt[key] = Learnt(function, args)
-        return found.again(args)
+        key = tuple([_meta(a) if isinstance(a, Tensor) else write(a, _meta) for a in args])
+        known = learnt.setdefault(key, [])
+        at = next((i for i, one in enumerate(known) if one.holds()), None)
+        if at is None and key not in always_run:
+            made, at = Learnt.of(function, args), 0
+            known[:] = known[:LEARNT] if made is None else [made, *known[: LEARNT - 1]]
+            if made is None:
+                always_run.add(key)
+        if key in always_run or at is None:
+            return _recorded(function, args, kwargs)
+        known.insert(0, known.pop(at))
+        return known[0].again(args)
 
     return call
 
@@ -250,26 +310,52 @@ def _recorded(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class Learnt:
-    """The ops of a function for arguments of some shapes, from running it once on stand-ins."""
+    """The ops of a function for arguments of some shapes, from running it once on stand-ins, and what it read of Python."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        call = self.call = Call()
-        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        stand_ins = [Lazy(_meta(a), call, Ref("arg", i)) if i in tensors else a for i, a in enumerate(args)]
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...]) -> Learnt | None:
+        """None where the function must run at each call. What it changed by then is taken back."""
+        with torch._C.DisableTorchFunction():  # nothing of this is for a call around it to write down
+            call, reads, drawn = Call(on_stand_ins=True), Reads(nn.ModuleList(), function), torch.get_rng_state()
+        stand_ins = [Lazy(_meta(a), call, Ref("arg", i)) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        before = len(_recorder.open)
         _recorder.open.append(call)
         try:
-            with _Writing():
+            with reads.listening(), _Writing():
                 result = function(*stand_ins)
+        except _MustRunError:
+            result = None
         finally:
-            _recorder.open.remove(call)
-        self.parts, self.how = _own_results(function, result, call)
+            del _recorder.open[before:]
+        with torch._C.DisableTorchFunction():
+            reads.finish([])
+            if result is None or reads.left or reads.drew or not torch.equal(drawn, torch.get_rng_state()):
+                reads.undo()
+                torch.set_rng_state(drawn)
+                return None
+        return Learnt(call, reads, *_own_results(function, result, call))
+
+    def __init__(self, call: Call, reads: Reads, parts: list[tuple[Ref, Meta]], how: Any) -> None:
+        self.call, self.reads, self.parts, self.how = call, reads, parts, how
+        self.tensors: list[tuple[Place, int | None]] = [(p, None if is_weight(p.value) else _version(p.value)) for p in reads.tensors.values()]
         self.kinds: dict[Any, Kind] = {}
+
+    def holds(self) -> bool:
+        """Whether the function would do the same now: what may have been computed of a tensor that is no parameter is part of it."""
+        with torch._C.DisableTorchFunction():
+            return self.reads.hold() and all(
+                p.now() is p.value and (version is None or version == _version(p.value)) for p, version in self.tensors
+            )
 
     def again(self, args: tuple[Any, ...]) -> Any:
         """A call with the ops of the first: only its arguments are its own."""
         call = Call()
         call.weights, call.inputs = list(self.call.weights), list(self.call.inputs)
-        refs = tuple([call.ref(a) if isinstance(a, Tensor) else None for a in args])
+        try:
+            refs = tuple([call.ref(a) if isinstance(a, Tensor) else None for a in args])
+        except _MustRunError:
+            _recorder.flush()
+            return self.again(args)
         key = refs, tuple([c.kind.states for c in call.children]), len(call.weights)
         kind = self.kinds.get(key)
         if kind is None:
@@ -277,7 +363,7 @@ class Learnt:
         vertex = LazyCall(kind, call.children, call.inputs)
         made = [Lazy(meta, None, ref, vertex, port) for port, (ref, meta) in enumerate(kind.outs)]
         vertex.holders += map(weakref.ref, made)
-        _recorder.pending.append(vertex)
+        _recorder.defer(vertex)
         return unflat(made, self.how)
 
     def _kind(self, call: Call, refs: tuple[Ref | None, ...]) -> Kind:
@@ -364,6 +450,17 @@ def _held(pending: list[LazyCall]) -> dict[str, list[tuple[int, Lazy]]]:
             if (lazy := w()) is not None:
                 out.setdefault(p.kind.states[lazy.port], []).append((i, lazy))
     return out
+
+
+def _writes(function: Any) -> StructureError:
+    return StructureError(
+        "a batched function writes into a tensor that is not its own", needed="new tensors from its arguments, parameters and other calls' results",
+        found=f"{getattr(function, '__name__', function)} on one of them", try_="the same op without writing in place, and the result returned",
+    )  # fmt: skip
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _meta(x: Tensor) -> Meta:

@@ -93,6 +93,10 @@ class Model(nn.Module):
         variant = self._variant(given, structure)
         schedule = graphs if isinstance(graphs, Schedule) else Schedule(graphs, variant.reads, self.policy)
         plan = self._plan(variant, schedule, given)
+        if isinstance(at, Mapping) and at.keys() != plan.outputs.keys():
+            raise StructureError(
+                "vertices are chosen by other outputs than the functions push", needed=", ".join(plan.outputs), found=", ".join(map(str, at)) or "none"
+            )
         wanted = {name: _pushing(schedule.structure, variant.functions, name, at) for name in plan.outputs}
         call = self.call_for(variant, plan, schedule, given, wanted)
         results = Run.apply(call, tuple(given), wanted, self.ready, *given.values(), *plan.weights)
@@ -243,6 +247,8 @@ def _inputs(inputs: Any, s: Structure | None) -> dict[str, Tensor]:
 
 def _join(name: str, parts: Sequence[Tensor], s: Structure | None) -> Tensor:
     """Rows of all samples after each other, of one shape and dtype."""
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Tensor) for p in parts):
+        raise StructureError(f"input {name!r} is no tensor", needed="a tensor, or a list with one per sample", found=type(parts).__name__)
     first = parts[0] if len(parts) else torch.empty(0)
     for i, part in enumerate(parts):
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
@@ -279,7 +285,13 @@ def _vertices(s: Structure, at: Any) -> Ints:
         return np.arange(s.vertices) if at == "all" else s.roots
     if isinstance(at, str):
         raise StructureError("unknown choice of vertices", needed='"roots", "all" or vertex numbers', found=repr(at))
-    return np.asarray(at, np.int64)
+    found = np.asarray(at)
+    if found.size and found.dtype.kind not in "iu":
+        raise StructureError("these are no vertices", needed='"roots", "all" or vertex numbers', found=f"{found.dtype.name}s: {found.tolist()!r}"[:80])
+    if found.size and not (0 <= found.min() and found.max() < s.vertices):
+        wrong = found[(found < 0) | (found >= s.vertices)].flat[0]
+        raise StructureError("a vertex is asked for that is not there", needed=f"numbers between 0 and {s.vertices - 1}", found=str(wrong))
+    return found.astype(np.int64).reshape(-1)
 
 
 def _pushing(s: Structure, functions: Mapping[str, VertexProgram], name: str, at: Any) -> Ints:

@@ -57,7 +57,7 @@ def base(node: Node) -> Node:
 
 def domain(node: Node) -> str:
     """`row` or `edge` when the value has one slice per vertex or per edge, `` when it has neither."""
-    return domain_of(node.types[0].shape)
+    return next((found for t in node.types if (found := domain_of(t.shape))), "")
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Phased:
 
     graph: Graph
     phase: dict[Node, str] = field(default_factory=dict)
+    again: set[Node] = field(default_factory=set)  # ops of `back` that also run over all vertices, for results that are sums over these
 
     def nodes(self, phase: str) -> list[Node]:
         """The computed ops of a phase, in order."""
@@ -81,7 +82,11 @@ def assign(graph: Graph) -> Phased:
     out = Phased(graph)
     for node in graph.nodes:
         if node.op.is_item:
-            out.phase[node] = out.phase[node.args[0]]  # one of several results, there when they all are
+            (op,) = node.args
+            out.phase[node] = out.phase[op]  # one of several results, there when they all are
+            if out.phase[op] == "back" and not domain(node):
+                out.phase[node] = "sums"
+                out.again.add(op)
         elif not is_view(node):
             out.phase[node] = _phase(node, roles[node], reach[node])
     return out

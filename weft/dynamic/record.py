@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.dynamic.vertex import Vertex
+from weft.frontend.capture.aten import packed
 
 Meta = tuple[tuple[int, ...], torch.dtype]
 
@@ -39,6 +41,18 @@ class SliceKey(NamedTuple):
     start: Any
     stop: Any
     step: Any
+
+
+class Number(NamedTuple):
+    """A number among the arguments that Python says is equal to another of another type, or sign: 1.0 is not 1, nor -0.0 0.0."""
+
+    kind: type
+    text: str
+
+
+_NUMBERS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    bool: (str, "True".__eq__), float: (float.hex, float.fromhex), complex: (repr, complex),
+}  # fmt: skip
 
 
 class Op(NamedTuple):
@@ -67,6 +81,8 @@ def write(x: Any, name: Callable[[Any], Any], what: type = Tensor) -> Any:
         return tuple([write(i, name, what) for i in x])
     if kind is tuple or kind is list:
         return Items(kind, tuple([write(i, name, what) for i in x]))
+    if kind in _NUMBERS:
+        return Number(kind, _NUMBERS[kind][0](x))
     return SliceKey(x.start, x.stop, x.step) if kind is slice else x
 
 
@@ -77,6 +93,8 @@ def read(x: Any, find: Callable[[Ref], Any]) -> Any:
         return find(x)
     if kind is Items:
         return x.kind([read(i, find) for i in x.items])
+    if kind is Number:
+        return _NUMBERS[x.kind][1](x.text)
     return slice(*x) if kind is SliceKey else x
 
 
@@ -89,7 +107,7 @@ def flat(result: Any) -> tuple[list[Any], Any]:
     if isinstance(result, Tensor):
         return [result], None
     if isinstance(result, (tuple, list)) and all(isinstance(r, Tensor) for r in result):
-        return list(result), type(result) if type(result) in (tuple, list) else tuple
+        return list(result), type(result) if type(result) in (tuple, list) or type(result).__module__ == "torch.return_types" else tuple
     raise TypeError(f"{type(result).__name__} is no tensor, nor a tuple or list of tensors")
 
 
@@ -97,13 +115,36 @@ def unflat(parts: list[Any], how: Any) -> Any:
     return parts[0] if how is None else how(parts)
 
 
+class Results(NamedTuple):
+    """What an op gives: shapes and dtypes, their structure, and by number which operands they are views of and which it writes into."""
+
+    metas: tuple[Meta, ...]
+    how: Any
+    views: tuple[int | None, ...]
+    written: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=65536)
-def results_of(op: Op, metas: tuple[Meta, ...]) -> tuple[tuple[Meta, ...], Any]:
-    """Shapes and dtypes of what an op gives, and their structure, for tensors of these shapes in the order of `op.refs()`."""
-    stand_ins = iter([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas])
+def results_of(op: Op, metas: tuple[Meta, ...]) -> Results:
+    """What an op gives for tensors of these shapes in the order of `op.refs()`."""
+    stand_ins = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas]
+    left = iter(stand_ins)
     with torch._C.DisableTorchFunction():
-        parts, how = flat(do(op, lambda _: next(stand_ins)))
-    return tuple((tuple(p.shape), p.dtype) for p in parts), how
+        parts, how = flat(do(op, lambda _: next(left)))
+    views = tuple(next((i for i, x in enumerate(stand_ins) if p is x or p._base is x), None) for p in parts)
+    written = tuple(i for i, x in enumerate(stand_ins) if x._version)
+    return Results(tuple((tuple(p.shape), p.dtype) for p in parts), how, views, written)
+
+
+@functools.cache
+def without_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is called where no gradients are taken."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Kind:
@@ -121,7 +162,7 @@ class Kind:
     def __call__(self, v: Vertex) -> None:
         inputs = [v.pull(f"{self.name} {i}") for i in range(self.inputs)]
         children = [v.gather(state, ref.number) for ref, state in self.reads.items()]
-        values = torch.vmap(self._one)(inputs, children)
+        values = torch.vmap(self._one, randomness="different")(inputs, children)
         results = dict(zip(self.states, values, strict=True))
         v.scatter(**{name: value for name, value in results.items() if value.dtype.is_floating_point})
         v.push(**results)
@@ -139,6 +180,28 @@ class Kind:
         for op in self.ops:
             done.append(flat(do(op, find))[0])
         return [find(ref) for ref, _ in self.outs]
+
+
+def _cell(cell: Any) -> Callable[..., Any]:
+    """A recurrent cell as the ops it is made of, which torch.vmap takes."""
+
+    def call(x: Tensor, state: Any, way: Tensor, recurrent: Tensor, *biases: Tensor | None) -> Any:
+        gave, inner = [b for b in biases if b is not None], state if isinstance(state, (tuple, list)) else (state,)
+        found = cell(F.linear(x, way, gave[0] if gave else None), tuple(inner), recurrent, gave[1] if gave else None)
+        return found if isinstance(state, (tuple, list)) else found[0]
+
+    return call
+
+
+def _set(x: Tensor, at: Any, value: Any) -> Tensor:
+    x[at] = value
+    return x
+
+
+APART: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: _cell(packed.lstm), torch.gru_cell: _cell(packed.gru), torch.rnn_tanh_cell: _cell(packed.plain(torch.tanh)),
+    torch.rnn_relu_cell: _cell(packed.plain(torch.relu)), Tensor.__setitem__: _set,
+}  # fmt: skip
 
 
 def state_name(port: int, meta: Meta) -> str:

@@ -25,13 +25,21 @@ from weft.dynamic.structure import NO_CHILD, Structure
 T = TypeVar("T")
 
 
+REST = -1  # stands for the children read together
+
+
 @dataclass(frozen=True)
 class Reads:
     """What a vertex function reads of its children: the first `slots` one by one, and perhaps the rest together."""
 
     slots: int = 0
     rest: bool = False
-    optional: bool = False  # a slot may be empty; it then reads zeros
+    optional: frozenset[int] = frozenset()  # which of the slots, or the `REST`, may be absent and then read zeros
+
+    @property
+    def needs(self) -> int:
+        """How many children a vertex that has any must have."""
+        return max((k + 1 for k in range(self.slots) if k not in self.optional), default=0)
 
 
 @dataclass(frozen=True)
@@ -232,10 +240,9 @@ def _per_vertex(s: Structure, of_kind: list[Any]) -> NDArray[Any]:
 
 def _check_arity(s: Structure, reads: list[Reads], slots: NDArray[Any], rest: NDArray[Any]) -> None:
     """A vertex has no children, or as many as its function reads."""
-    loose = _per_vertex(s, [r.optional for r in reads])
     wrong = (s.arity > slots) & ~rest
     if slots.any():
-        wrong |= (s.arity > 0) & (s.arity < slots) & ~loose
+        wrong |= (s.arity > 0) & (s.arity < _per_vertex(s, [r.needs for r in reads]))
     if wrong.any():
         v = int(np.argmax(wrong))
         sample, number = s.sample_of(v)
@@ -247,20 +254,19 @@ def _check_arity(s: Structure, reads: list[Reads], slots: NDArray[Any], rest: ND
             found=f"{s.arity[v]}",
             try_="read any number with v.gather(name) and v.reduce, or allow absent ones with optional=True",
         )
-    if not loose.all() and s.child.min(initial=0) < 0:
-        _check_absent(s, np.broadcast_to(loose, s.vertices))
+    if s.child.min(initial=0) < 0:
+        _check_absent(s, reads)
 
 
-def _check_absent(s: Structure, loose: NDArray[Any]) -> None:
-    absent = np.flatnonzero(s.child == NO_CHILD)
-    if len(absent):
-        owners = np.searchsorted(s.first, absent, side="right") - 1
-        strict = owners[~loose[owners]]
-        if len(strict):
-            sample, number = s.sample_of(int(strict[0]))
+def _check_absent(s: Structure, reads: list[Reads]) -> None:
+    for at in np.flatnonzero(s.child == NO_CHILD).tolist():
+        v = int(np.searchsorted(s.first, at, side="right")) - 1
+        own, k = reads[s.kind[v]], at - int(s.first[v])
+        if (k if k < own.slots else REST) not in own.optional:
+            sample, number = s.sample_of(v)
             raise StructureError(
-                f"sample {sample}: vertex {number} lacks a child",
-                needed=f"all children that type {s.kinds[s.kind[strict[0]]]!r} reads",
+                f"sample {sample}: vertex {number} lacks child {k}",
+                needed=f"all children that type {s.kinds[s.kind[v]]!r} reads",
                 found="an absent child (None or -1)",
                 try_="gather it with optional=True, which reads zeros",
             )

@@ -165,7 +165,7 @@ def trace(
             like = _pretend(source, states, pulls, dtype, name)
             return r.fresh_input(input_name(source), like, Role.BATCH, moves=like.is_floating_point())
 
-        with lifted:
+        with lifted, _all_rows_at_once(name):
             function(Vertex(ROWS, EDGES, supply, use))
         check_use(use, name, states, ROWS, dtype)
         outputs = {output_name("state", s): r.node(x) for s, x in use.states.items()}
@@ -254,6 +254,11 @@ class _Weights(TorchFunctionMode):
         self.known: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ROW_BY_ROW and _cuts_rows(*args, **kwargs or {}):
+            raise StructureError(
+                "a vertex function goes through its vertices one by one", needed="ops on all rows at once: a tensor has one row per vertex or edge",
+                found=f"{func.__name__} along the rows", try_="the same ops on the whole tensor; torch.vmap for a function of one row",
+            )  # fmt: skip
         if func not in _OF_NUMBERS:
             args, kwargs = tree_map_only(Tensor, self._lifted, (args, kwargs or {}))
         return func(*args, **kwargs or {})
@@ -269,6 +274,29 @@ class _Weights(TorchFunctionMode):
         return self.known[id(x)]
 
 
+@contextmanager
+def _all_rows_at_once(name: str) -> Iterator[None]:
+    """Inside, torch.vmap takes no op row after row: a trace has a million rows."""
+    allowed = _functorch._is_vmap_fallback_enabled()
+    _functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    except RuntimeError as error:
+        if "Batching rule not implemented" not in str(error):
+            raise
+        raise StructureError(
+            f"vertex function {name!r}: torch.vmap has no way to do an op for many vertices at once", needed="ops that torch.vmap takes",
+            found=str(error).partition(";")[0].partition(". ")[0], try_="other ops for it, or the function written for rows, without torch.vmap",
+        ) from error  # fmt: skip
+    finally:
+        _functorch._set_vmap_fallback_enabled(allowed)
+
+
+def _cuts_rows(x: Any, dim: int = 0) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and x.shape[dim] in (ROWS, EDGES)
+
+
+_ROW_BY_ROW = {Tensor.__iter__, Tensor.unbind, torch.unbind}
 _OF_NUMBERS = {
     Tensor.item,
     Tensor.tolist,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.core.errors import StructureError
 from weft.dynamic import ops
-from weft.dynamic.schedule import Reads
+from weft.dynamic.schedule import REST, Reads
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +42,15 @@ class Use:
     @property
     def reads(self) -> Reads:
         slots = 1 + max((s.slot for s in self.sources if s.role == "slot"), default=-1)
-        optional = any(s.role == "slot" for s in self.optional)
-        return Reads(slots if self.after is None else self.after, self.after is not None, optional)
+        optional = {s.slot if s.role == "slot" else REST for s in self.optional if s.role in ("slot", "edge")}
+        if self.after is not None and slots > self.after:
+            raise StructureError(
+                "a vertex function reads a child both by itself and together with others",
+                needed=f"after={slots} or more where several are read together", found=f"gather of child {slots - 1}, and of all with after={self.after}",
+                try_=f"after={slots}, and what comes of child {slots - 1} added by hand",
+            )  # fmt: skip
+        optional |= set(range(self.after or slots)) - {s.slot for s in self.sources if s.role == "slot"}
+        return Reads(slots if self.after is None else self.after, self.after is not None, frozenset(optional))
 
 
 class Vertex:

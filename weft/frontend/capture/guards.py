@@ -277,12 +277,13 @@ class Reads:
         home = code.co_filename
         if home.startswith((_TORCH, _ROOT, "<")) or (home.startswith(_STDLIB) and not home.startswith(_LIBRARIES)):
             return
-        self._globals(frame.f_globals, code.co_names, Path(home).name, home.startswith(_LIBRARIES))
-        missing = [n for n in code.co_freevars if n != "__class__"]
-        if missing and not home.startswith(_LIBRARIES):
-            held = frame.f_locals
-            self._free.setdefault(code, {n: held[n] for n in missing if n in held})
-            self._note_tensors(code)
+        with torch._C.DisableTorchFunction():  # looking at a tensor is nothing that the function does
+            self._globals(frame.f_globals, code.co_names, Path(home).name, home.startswith(_LIBRARIES))
+            missing = [n for n in code.co_freevars if n != "__class__"]
+            if missing and not home.startswith(_LIBRARIES):
+                held = frame.f_locals
+                self._free.setdefault(code, {n: held[n] for n in missing if n in held})
+                self._note_tensors(code)
 
     def _note_tensors(self, code: types.CodeType) -> None:
         """Where the function is kept is looked up later; that a tensor comes from there is known at once."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ QUICK = Effort(per_mesh=3, symbolic=0)
 FULL = Effort(per_mesh=10, symbolic=8, inner=True, every=True)
 Tell = Callable[[str], None]
 NOT_ASKED = Second("absent")
+Job, Found = TypeVar("Job"), TypeVar("Found")
 
 
 @dataclass
@@ -94,7 +95,7 @@ def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tel
     jobs = [(text, known[text].rung if text in known and known[text].is_complete and not full else 0, audit.seed, full) for text in rules]
     for found in _spread(_check_rule, jobs, workers):
         audit.add(rules[found.text].name, found)
-        tell(f"{rules[found.text].name}: {found.told}")
+        tell(f"{rules[found.text].name}: {found.summary}")
     pairs = shipped("discovered.json")[1]
     wrong = sum(_spread(_wrong_pairs, [(chunk, audit.seed) for chunk in _chunks(pairs, 2 * workers)], workers))
     audit.pairs, audit.refuted = len(pairs) - wrong, audit.refuted + wrong
@@ -102,7 +103,7 @@ def verify(*, full: bool = False, seed: int | None = None, workers: int = 2, tel
     return audit
 
 
-def _spread(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterable[Any]:
+def _spread(work: Callable[[Job], Found], jobs: Sequence[Job], workers: int) -> Iterable[Found]:
     """The jobs over processes; results in order."""
     if workers <= 1 or len(jobs) < 4:
         return map(work, jobs)

@@ -78,19 +78,19 @@ def _pad(r: Recorder, data: Tensor, batch_sizes: Tensor, batch_first: bool, valu
 Cell = Callable[[Tensor, tuple[Tensor, ...], Tensor, Any], tuple[Tensor, ...]]
 
 
-def _lstm(x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+def lstm(x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
     i, f, g, o = (x + F.linear(state[0], weight, bias)).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
 
-def _gru(x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+def gru(x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
     (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), F.linear(state[0], weight, bias).chunk(3, -1)
     z, n = (xz + hz).sigmoid(), (xn + (xr + hr).sigmoid() * hn).tanh()
     return ((state[0] - n) * z + n,)
 
 
-def _plain(act: Callable[[Tensor], Tensor]) -> Cell:
+def plain(act: Callable[[Tensor], Tensor]) -> Cell:
     return lambda x, state, weight, bias: (act(x + F.linear(state[0], weight, bias)),)
 
 
@@ -135,5 +135,5 @@ def _over_packed(cell: Cell, packed: _Packed, hx: Any, weights: Any, biases: boo
     return _rows(packed.padded, packed.lengths), *(torch.stack(s) for s in zip(*ends, strict=True))
 
 
-for _name, _cell in {"lstm": _lstm, "gru": _gru, "rnn_tanh": _plain(torch.tanh), "rnn_relu": _plain(torch.relu)}.items():
+for _name, _cell in {"lstm": lstm, "gru": gru, "rnn_tanh": plain(torch.tanh), "rnn_relu": plain(torch.relu)}.items():
     _recurrent(_cell, getattr(torch._VF, _name))  # type: ignore[attr-defined]
