@@ -14,6 +14,7 @@ from weft.cli import app
 from weft.core.errors import RuleError
 from weft.rewrite.certificate import FILES, Pair, proved_rules, read, shipped, write
 from weft.rewrite.degrees import ForeignRule, Tensor, check_foreign, evaluate
+from weft.rewrite.prove import audit
 from weft.rewrite.prove.audit import audit_foreign, certify, pair_holds
 from weft.rewrite.prove.ladder import Effort
 from weft.rewrite.rulefile import parse_rule
@@ -35,6 +36,17 @@ def test_a_file_of_rules_is_judged_rule_by_rule(tmp_path: Path) -> None:
     assert "bad: refuted" in said
     assert "odd: ill-typed" in said
     assert "left   [" in said
+
+
+def test_shipped_rules_are_told_one_by_one_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = next(c for c in shipped("discovered.json")[0] if c.is_complete)
+    monkeypatch.setattr(audit, "builtin_rules", lambda: ())
+    monkeypatch.setattr(audit, "shipped", lambda name: ([one], []))
+    told = list[str]()
+    found = audit.verify(seed=1, workers=1, tell=told.append)
+    assert (len(found.verdicts), found.general, found.refuted) == (1, 1, 0)
+    assert len(told) == 1
+    assert told[0].startswith(f"{one.schema.name}: ")
 
 
 def test_a_missing_file_is_an_error() -> None:

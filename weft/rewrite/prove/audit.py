@@ -31,7 +31,8 @@ QUICK = Effort(per_mesh=3, symbolic=0)
 FULL = Effort(per_mesh=10, symbolic=8, inner=True, every=True)
 Tell = Callable[[str], None]
 NOT_ASKED = Second("absent")
-Job, Found = TypeVar("Job"), TypeVar("Found")
+Job = TypeVar("Job")
+Found = TypeVar("Found")
 
 
 @dataclass
