@@ -81,8 +81,18 @@ def signature(value: Any) -> str:
 
 def documented(value: Any) -> str:
     """The docstring; indented drawings become blocks."""
-    text = inspect.getdoc(value) or ""
+    text = re.sub(r"^(Args|Returns|Raises):\n((?:    .*\n?)+)", lambda m: _section(m[1], m[2]), inspect.getdoc(value) or "", flags=re.M)
+    text = re.sub(r"^Example:$", "**Example**", text, flags=re.M)
     return re.sub(r"(?:^    .*\n?|^\n(?=    ))+", lambda m: f"\n```text\n{inspect.cleandoc(m[0])}\n```\n", text, flags=re.M)
+
+
+def _section(title: str, text: str) -> str:
+    """Arguments and errors as a list, results as a sentence."""
+    items = re.split(r"\n(?=\S)", inspect.cleandoc(text))
+    if title == "Returns":
+        return f"**Returns** {' '.join(text.split())}\n"
+    rows = [re.sub(r"^(\w+): ", r"- `\1`: ", " ".join(item.split())) for item in items]
+    return "\n".join([f"**{'Arguments' if title == 'Args' else title}**", "", *rows, ""])
 
 
 def summary(value: Any) -> str:

@@ -32,6 +32,9 @@ def right_use(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     print(own_loop, step.state["param.weight"])
     value: torch.Tensor = step(batch)
     print(value.item(), step.check(batch))
+    run = weft.compile(model, "tp2", batch)
+    logits: torch.Tensor = run(batch)["out"]
+    print(logits)
     fit = weft.fits("llama3-8b", "H100", gpus=8)
     print(fit.fits, fit.changes)
 
@@ -54,6 +57,7 @@ def misuse(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     weft.parallelize(model, loss, optimizer, batch, nonsense=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     weft.parallelize(model, loss, optimizer, batch, plan=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     weft.parallelize(model, loss, optimizer, batch, on_nan="maybe")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.compile("model")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue,reportArgumentType]
     weft.shard(model)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     weft.shard(model, batch, 2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Spec(dp="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

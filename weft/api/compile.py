@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,24 @@ from weft.plan.spec import Spec
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
+@overload
+def compile(what: Program, plan: str = "dp1", example: None = None, *, device: str | torch.device = "cpu", check: bool = True) -> Compiled: ...
+@overload
+def compile(what: nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu", check: bool = True) -> Inference: ...
 def compile(
     what: Program | nn.Module, plan: str = "dp1", example: Any = None, *, device: str | torch.device = "cpu", check: bool = True
-) -> Any:
-    """A program as a function on local tensors by name; a model, for inference, as a function on full batches.
+) -> Compiled | Inference:
+    """Compile a model for inference under a plan, or a program as a function on local tensors by name.
 
-    `check` compares what is captured of a model with the model in plain torch, and the plan's program with that, before it runs.
+    Args:
+        what: A module, or a `Program`.
+        plan: Degrees, for a module: "tp2".
+        example: One batch, for a module. A batch of another shape is compiled when it first comes.
+        device: Where to run.
+        check: Compare what is captured with the module in plain torch, and the plan's program with it, before it runs.
+
+    Returns:
+        Of a module a function of full batches, whose results are replicated on every rank: `run(batch)["out"]`.
     """
     if isinstance(what, Program):
         return Compiled(what, device=device)

@@ -43,26 +43,42 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a training step that are no part of its plan."""
+    """Settings of a training step that are no part of its plan.
 
-    clip: float | None = None  # largest norm of the gradients
-    accumulate: int = 1  # micro-batches whose gradients are accumulated
-    # dtype of the compute; parameters keep theirs. "fp8": matmuls in 8-bit floats, all else bfloat16; "fp8-block": with a scale for every 128
+    Args:
+        clip: Largest global norm of the gradients.
+        accumulate: Number of micro-batches whose gradients are accumulated.
+        precision: Dtype of the compute; parameters keep theirs. "fp8" computes matmuls in 8-bit floats and all else in bfloat16, "fp8-block"
+            with a scale for every 128 elements.
+        seed: Of dropout and of initialisation.
+        pins: Layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)".
+        others: For `plan="auto"`: plans for torch's `parallelize_module` to compare with, by name.
+        memory: For `plan="auto"`: memory that a rank may use, such as "8GB".
+        noise: Measure the gradient noise scale, `step.noise.scale`.
+        weights: Hugging Face folder or safetensors file for a model on the meta device.
+        record: Folder to write a run to, for `weft report`.
+        progress: Print tokens/s, MFU and the prediction while training. Default: while recording.
+        check: Compare the captured step with torch, and the plan's program with it, before the first step.
+        on_nan: If the loss is NaN or Inf: "raise", "skip" the step (`step.skipped` counts), or "ignore" it.
+        deterministic: True gives the same bits on every run; "any plan" also under every plan of dp, tp and ZeRO.
+        allow_micro_mean: Average over micro-batches where the loss of the full batch is not their mean (batch norm, contrastive losses).
+    """
+
+    clip: float | None = None
+    accumulate: int = 1
     precision: torch.dtype | str | None = None
-    seed: int = 0  # of dropout and of initialisation
-    pins: Sequence[str] = ()  # layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)"
-    others: Mapping[str, Mapping[str, Any]] | None = None  # plans for torch's parallelize_module that plan="auto" compares with, by name
-    memory: str | float | None = None  # memory a rank may use, such as "8GB", for plan="auto"
-    noise: bool = False  # measure the gradient noise scale, `step.noise.scale`
-    weights: str | Path | None = None  # Hugging Face folder or safetensors file for a model on the meta device
-    record: str | None = None  # folder for `weft report`
-    progress: bool | None = None  # print tokens/s, MFU and the prediction while training; default: while recording
-    check: bool = True  # compare the captured step with torch, and the plan's program with it, before the first step
-    on_nan: OnNan = "raise"  # if the loss is NaN or Inf: raise, skip the step (`step.skipped` counts) or ignore it
-    deterministic: bool | Literal["any plan"] = False  # the same bits on every run; "any plan": and under every plan of dp, tp and zero
-    allow_micro_mean: bool = (
-        False  # average over micro-batches where the loss of the full batch is not their mean (batch norm, contrastive losses)
-    )
+    seed: int = 0
+    pins: Sequence[str] = ()
+    others: Mapping[str, Mapping[str, Any]] | None = None
+    memory: str | float | None = None
+    noise: bool = False
+    weights: str | Path | None = None
+    record: str | None = None
+    progress: bool | None = None
+    check: bool = True
+    on_nan: OnNan = "raise"
+    deterministic: bool | Literal["any plan"] = False
+    allow_micro_mean: bool = False
 
     @staticmethod
     def of(options: Options | None, settings: Mapping[str, Any]) -> Options:

@@ -59,20 +59,34 @@ def parallelize(
     options: Options | None = None,
     **settings: Unpack[Settings],
 ) -> Step:
-    """A training step of `model` that runs on all processes under a plan. `step(batch)` does forward, backward and update.
+    """Make a training step of `model` that runs on all processes under a plan: `step(batch)` does forward, backward and update.
 
-    `example` is one global batch; `loss(model, batch)` returns a scalar. `plan` is one of
+    Before this returns, the step is compared with plain PyTorch on `example`, and the plan's program with it (`check=False` leaves it out).
+    In micro-batches (`pp`, `micro`, `accumulate`) the step has the loss and gradients of the full batch, or is refused.
 
-        "dp2,tp2,zero1"     degrees that multiply to the number of processes, or a `Spec`
-        "plan.json"         a plan saved by `weft plan`, or a `Plan`; followed exactly or refused
-        a DeviceMesh        with dims named pp, dp (or fsdp, which is ZeRO-3), cp, ep, tp
-        "auto"              every plan is predicted for this machine and the fastest that fits is taken; see `step.decision`
+    Args:
+        model: Any module, unwrapped. One on the meta device gets its values from `weights=`, or from its own initialisation under `seed=`.
+        loss: A function `loss(model, batch)` that returns a scalar.
+        optimizer: A `torch.optim.Optimizer` over `model.parameters()`.
+        example: One global batch: a tensor, or tensors in dicts, lists or dataclasses, samples first.
+        plan: A string of degrees that multiply to the number of processes ("dp2,tp2,zero1"), a `Spec`, a `Plan` or the file of one, a
+            `DeviceMesh` with dims named pp, dp (or fsdp, which is ZeRO-3), cp, ep, tp, or "auto": the fastest plan predicted for this machine.
+        device: Where to run. Default: where the parameters are, or this rank's accelerator under NCCL.
+        options: Everything else, as an `Options`.
+        settings: Fields of `Options` by name: `clip=1.0, precision=torch.bfloat16, record="run/"`.
 
-    `device` is where the model's parameters are, or this rank's accelerator under NCCL, unless given. All else is in `Options`; its fields
-    may also be given by name: `parallelize(..., clip=1.0, precision=torch.bfloat16)`.
+    Returns:
+        The step. `step(batch)` returns the loss of the global batch, on every rank. `step.checkpoints(folder)`, `step.eval(batch)`,
+        `step.sync_model()` and `step.save_pretrained(folder)` are collective: every rank calls them.
 
-    A model on the meta device gets its values from `weights`, or from its own initialisation under `seed`; each rank keeps its shards only.
-    A step in micro-batches (`pp`, `micro`, `accumulate`) has the loss and gradients of the full batch, or is refused.
+    Raises:
+        PlanError: The plan is for another number of processes, cannot be followed exactly, or does not fit.
+        CaptureError: The model, loss or optimizer cannot be reproduced exactly; the message names the op and your line.
+
+    Example:
+        step = weft.parallelize(model, loss, optimizer, batch, plan="dp2,zero3")
+        for batch in loader:
+            value = step(batch)
     """
     require_torchs(model, optimizer)
     require_optimizer(model, optimizer)

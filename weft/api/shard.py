@@ -55,14 +55,25 @@ AnyPlan = str | Path | Spec | Plan | DeviceMesh
 def shard(
     model: nn.Module, example: Any, plan: AnyPlan = "dp1", *, device: str | torch.device | None = None, seed: int = 0, check: bool = True
 ) -> nn.Module:
-    """The model with sharded parameters and weft's forward and backward passes, for a training loop of your own.
+    """Shard the model's parameters, and give it weft's forward and backward passes, for a training loop of your own.
 
-    `example` is one global batch, as the model takes it; `plan` and `device` are those of `parallelize`: `dp`, `tp`, `sp`, `cp`, `ep` and the ZeRO stages.
-    Every ZeRO stage shards parameters over replicas, and so the gradients and whatever state an optimizer makes of them; `zero3` gathers them again for the
-    backward pass, `zero1` and `zero2` keep them gathered until then. `"auto"` predicts forward and backward on this machine and takes the fastest that fits.
+    Loss, optimizer, scheduler, clipping and checkpoints stay PyTorch's. Every ZeRO stage shards parameters over replicas, and so the gradients
+    and the optimizer's state: `zero3` gathers parameters again for the backward pass, `zero1` and `zero2` keep them gathered until then.
 
-    Call the model with a global batch or with this rank's part of one. It gives DTensors of the global results: `.full_tensor()` gathers them,
-    `.to_local()` is this rank's part.
+    Args:
+        model: Any module. It is changed in place: its parameters become DTensors. Make the optimizer afterwards.
+        example: One global batch, as the model takes it.
+        plan: As for `parallelize`, of dp, tp, sp, cp, ep and the ZeRO stages; "auto" takes the fastest predicted for this machine.
+        device: As for `parallelize`.
+        seed: Of dropout.
+        check: Compare results and gradients with the module's own first.
+
+    Returns:
+        The model. Call it with a global batch or with this rank's part of one; results are DTensors of the global values:
+        `.full_tensor()` gathers them, `.to_local()` is this rank's part.
+
+    Raises:
+        PlanError: The plan needs the entire step (pipelines, micro-batches, recompute), or another number of processes.
     """
     require_torchs(model, None)
     model = uncompiled(model)

@@ -45,13 +45,31 @@ def plan(
     runnable: bool | None = None,
     progress: Say = lambda _: None,
 ) -> Plan:
-    """The best plan for a training step on a cluster, with what is predicted of it.
+    """Find the best plan of a training step on a cluster, with what is predicted of it.
 
-    `model` is a module, on `meta` or not, a config of Hugging Face's, the name of a model weft knows, or `FILE.py:FUNCTION`. Of a module `loss`
-    and `batch`, one global batch, are those of `parallelize`; of others `batch` may say how many samples a step has. `cluster` is as
-    `weft plan` takes it, "8x8xH100"; the machine at hand where there is none, and then only what `parallelize` can run is looked at, which
-    `runnable` says otherwise. `fixed` are words of decisions that are made ("tp4,zero1"), `pins` layouts of parameters, `own` is a plan for
-    `parallelize_module` to compare with. Where nothing fits, the refusal says what would.
+    Args:
+        model: A module, on the meta device or not, a Hugging Face config, the name of a model weft knows, or "FILE.py:FUNCTION".
+        loss: Of a module, as for `parallelize`.
+        optimizer: Of a module, as for `parallelize`.
+        batch: Of a module one global batch, as for `parallelize`; else how many samples a step has (0: weft chooses).
+        cluster: As `weft plan` takes it, "8x8xH100". Default: this machine, and only plans that `parallelize` can run.
+        seq: Sequence length of a model by name.
+        objective: "time", "memory", "cost" or "goodput".
+        noise: Gradient noise scale in samples (`step.noise.scale`), for goodput.
+        memory: Memory of a device that may be used, such as "70GB".
+        max_tp: Largest tensor-parallel degree to consider.
+        fixed: Decisions that are made already, "tp4,zero1".
+        pins: Layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)".
+        own: A plan for torch's `parallelize_module` to compare with.
+        fastest: Take the fastest prediction even if a simpler plan is equal within the prediction error.
+        runnable: Whether to consider only what `parallelize` can run. Default: where `cluster` is this machine.
+        progress: Called with a line of text while planning goes on.
+
+    Returns:
+        The plan: print it, `.save(path)`, `.export("torchtitan")`, `.explain()`, or pass it to `parallelize`.
+
+    Raises:
+        PlanError: Nothing fits; the message says what would.
     """
     name, samples, bound = _known(model, loss, optimizer, batch, seq)
     place = cluster or _here()

@@ -155,10 +155,19 @@ class Answer:
 
 
 def fits(model: str, gpu: str, *, gpus: int = 1, lora: int = 0, seq: int = 0, batch: int = 0, optimizer: str = "adamw") -> Answer:
-    """Whether training a model fits in the memory of `gpus` devices of a kind, and what to change where it does not.
+    """Predict whether training a model fits in memory, and what to change where it does not.
 
-    `model` is a Hugging Face config.json, a folder that has one, or a known name such as "llama3-8b". With `lora`, adapters of that rank are
-    trained and all else is frozen. `seq` and `batch` are the longest the model takes and one sample per device where they are 0.
+    Args:
+        model: A Hugging Face config.json, a folder that has one, or a known name such as "llama3-8b".
+        gpu: Device kind, such as "H100".
+        gpus: Number of devices.
+        lora: Rank of LoRA adapters; all else is frozen then.
+        seq: Sequence length. Default: the longest the model takes.
+        batch: Global batch in samples. Default: one per device.
+        optimizer: "adamw", "muon", "sgd", "momentum", "lion", "adafactor" or "adamw8bit".
+
+    Returns:
+        The answer: `.fits`, `.memory`, `.setting` (the plan that fits), `.largest` (batch), `.changes` (what would make it fit).
     """
     from weft.cluster.profile import load
     from weft.plan.planner import best_dtype
