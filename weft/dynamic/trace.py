@@ -257,7 +257,7 @@ class _Weights(TorchFunctionMode):
         if func in _ROW_BY_ROW and _cuts_rows(*args, **kwargs or {}):
             raise StructureError(
                 "a vertex function goes through its vertices one by one", needed="ops on all rows at once: a tensor has one row per vertex or edge",
-                found=f"{func.__name__} along the rows", try_="the same ops on the whole tensor; torch.vmap for a function of one row",
+                found=f"{func.__name__} along the rows", try_="the same ops on the full tensor; torch.vmap for a function of one row",
             )  # fmt: skip
         if func not in _OF_NUMBERS:
             args, kwargs = tree_map_only(Tensor, self._lifted, (args, kwargs or {}))
