@@ -195,7 +195,7 @@ def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[S
 
 
 def _degrees(problem: PlanProblem, space: Space, pinned: bool) -> Iterator[dict[str, int]]:
-    """Degrees that divide. Only where a user pins it does tp leave a node of eight or more, or share less than half of a block, as beside experts."""
+    """Degrees that divide. Only where a user pins it does tp leave a node of eight or more, or share less than half of a block, as next to experts."""
     n, shape = problem.cluster.devices, problem.shape
     largest = {**LARGEST, "tp": LARGEST["tp"] if pinned else min(LARGEST["tp"], max(NODE, problem.cluster.node_size))}
     for tp, pp, cp in itertools.product(divisors(n), repeat=3):

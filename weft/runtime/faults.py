@@ -59,7 +59,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 @contextmanager
 def lost_connections(doing: str) -> Iterator[None]:
-    """Inside, a message that another process will never send or take is told as what it is, and not as the transport puts it."""
+    """Inside, a message that another process will never send or take is reported as what it is, and not as the transport puts it."""
     try:
         yield
     except RuntimeError as error:
