@@ -87,6 +87,14 @@ def test_too_little_memory_is_told() -> None:
     assert isinstance(found, Nothing) and found.least > 1.6e9 and "needs at least" in found.reason
 
 
+def test_what_a_pin_rules_out_is_not_told_as_too_little_memory(search: Search) -> None:
+    pinned = Search(search.problem, Limits(pins={"zero": "3"}))
+    found = pinned.best(BASELINES["megatron 3D"])
+    assert isinstance(found, Nothing) and found.reason.startswith("no setting meets zero=3; without it ")
+    free = pinned.best(BASELINES["zero3"])
+    assert isinstance(free, Found) and free.setting.zero == 3
+
+
 def test_tensor_parallelism_beside_experts_is_there_for_who_asks() -> None:
     """It leaves the weights of experts whole, so it is not looked at unasked; pinned, it is no reason to say that nothing fits."""
     mixed = problem("1x4xA100", 8, replace(SMALL, layers=2, experts=4, chosen=2))

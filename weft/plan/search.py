@@ -205,10 +205,15 @@ class Search:
         return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be split into"
 
     def _too_large(self, space: Space, queue: Sequence[Bounded]) -> Nothing:
-        """By the memory of those that are bounded least."""
-        lean = [_leanest(space, replace(c.setting, recompute="full") if c.setting.recompute == MIXED else c.setting) for c in queue]
+        """By the memory of those that are bounded least, among those that what is pinned lets share state in some way."""
+        leanest = [max(shardings(space, self.limits, c.setting), key=lambda s: s.zero, default=None) for c in queue]
+        lean = [replace(s, recompute="full") if s.recompute == MIXED else s for s in leanest if s is not None]
+        if not lean:
+            return Nothing(self._why_empty(space))
         few = heapq.nsmallest(NEAREST, dict.fromkeys(lean), key=lambda s: (self._memory(s), plainness(s)))
         needed, least = min(((held(self.work(s), s, self.cluster), s) for s in few), key=lambda found: (found[0], plainness(found[1])))
+        if needed <= self.memory and (made := self.price(least)) is not None:  # passes that meet take more than they do one by one
+            needed = max(needed, made.memory)
         reason = f"needs at least {needed / 1e9:.1f} GB of {self.memory / 1e9:.1f} GB, with {describe(least)}"
         return Nothing(reason, needed, least)
 
