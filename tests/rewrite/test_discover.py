@@ -22,7 +22,7 @@ from weft.rewrite.certificate import read, shipped
 from weft.rewrite.check import check
 from weft.rewrite.discover.closure import Closure, Grounder, follows
 from weft.rewrite.discover.enumerate import Enumerator
-from weft.rewrite.discover.run import Discovery, discover
+from weft.rewrite.discover.run import Discovery, discover, forms_of
 from weft.rewrite.discover.worlds import Leaf, World, communication, op_names, worlds
 from weft.rewrite.prove.audit import pair_holds
 from weft.rewrite.prove.forms import form
@@ -248,6 +248,17 @@ middle = weft.define(
 )
 plain = 3
 """
+
+
+def test_an_op_stands_with_as_many_operands_as_its_meaning_takes() -> None:
+    op = define(
+        "halved", kind=Kind.POINTWISE, equation=elementwise, run=lambda x: x / 2, field=lambda p, x: x * ((p + 1) // 2) % p,
+        vjp=lambda n, ct: (ct * 0.5,),
+    )  # fmt: skip
+    try:
+        assert [f.arity for f in forms_of(op)] == [1]
+    finally:
+        OPS.pop("halved")
 
 
 def test_rules_of_an_op_of_a_file_are_found_from_the_command_line(tmp_path: Path) -> None:

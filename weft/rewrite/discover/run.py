@@ -251,16 +251,20 @@ def discover(
 def forms_of(op: Op) -> list[Form]:
     """The op as it stands in expressions: of one, two or three matrices, without attributes."""
     square = [input_node(f"x{k}", Type(torch.float64, Layout.of(Mesh(), (4, 4)))) for k in range(3)]
-    found = [n for n in (1, 2, 3) if _types(op, square[:n])]
+    found = [n for n in (1, 2, 3) if _takes(op, square[:n])]
     if not found:
         raise RuleError(f"{op.name} takes no matrices", needed="an op of one to three matrices, without attributes", found=op.name)
     return [form(op.name, n) for n in found]
 
 
-def _types(op: Op, args: Sequence[Node]) -> bool:
+def _takes(op: Op, args: Sequence[Node]) -> bool:
+    """Whether its equation and its meanings take so many operands."""
     try:
+        op.run(*(torch.zeros(4, 4, dtype=torch.float64) for _ in args))
+        if op.field is not None:
+            op.field(7, *(torch.zeros(4, 4, dtype=torch.int64) for _ in args))
         return len(apply(op, tuple(args), {}).types) == 1
-    except (WeftError, KeyError, TypeError, IndexError):
+    except (WeftError, KeyError, TypeError, IndexError, RuntimeError):
         return False
 
 
