@@ -133,6 +133,16 @@ def test_any_model_that_is_watched_fits_or_not() -> None:
         watch("odd", model, lambda m, b: torch.zeros(int(b["x"].sum())), {"x": torch.empty(1, device="meta")})
 
 
+def test_a_model_that_asks_for_values_is_captured(tmp_path: Path) -> None:
+    """Gemma reads a number of its own, which a module without values cannot give."""
+    transformers = pytest.importorskip("transformers")
+    gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 16, **SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**{k: v for k, v in gemma.items() if k not in ("architectures", "model_type")}))
+    code, found = call(str(tmp_path), "--gpu", "A100-40", "--seq", "64")
+    assert code == 0 and found["fits"] and found["params"] == sum(p.numel() for p in model.parameters()) and found["seq"] == 64
+
+
 def test_refusals(config: str, tmp_path: Path) -> None:
     assert "no device named 'Z90'" in call(config, "--gpu", "Z90")[1]["error"] and "H100" in call(config, "--gpu", "Z90")[1]["error"]
     assert "no optimizer named 'magic'" in call(config, "--gpu", "H100", "--optimizer", "magic")[1]["error"]

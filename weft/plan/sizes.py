@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError, UnknownName
+from weft.core.errors import PlanError, UnknownName, WeftError
 from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape, is_transformer
@@ -49,8 +49,33 @@ class Trained:
         return replace(block, trained=self.lora * wide) if self.lora else block
 
 
+class Stacked:
+    """A model that is counted by its captured blocks."""
+
+    how: Trained
+
+    def stack(self, dtype: str = "bf16") -> Stack:
+        raise NotImplementedError
+
+    @property
+    def params(self) -> float:
+        return self.stack().params
+
+    def may_shard(self, tp: int) -> bool:
+        return self.stack().may_shard(tp, 1)
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        return ("", "selective", "full")
+
+    def work(self, s: Setting) -> Workload:
+        stack = self.stack(s.dtype)
+        made = stack.work(s)
+        return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, stack.wide / s.tp), last=self.how.on(made.last, 0))
+
+
 @dataclass(frozen=True)
-class Sized:
+class Sized(Stacked):
     """A model by its sizes, captured from a module that has them."""
 
     shape: Shape
@@ -69,27 +94,32 @@ class Sized:
         return self.shape.name
 
     @property
-    def params(self) -> float:
-        return self.stack().params
-
-    @property
     def seq(self) -> int:
         return self.shape.seq
 
     def with_seq(self, seq: int) -> Sized:
         return replace(self, shape=replace(self.shape, seq=seq))
 
-    def may_shard(self, tp: int) -> bool:
-        return self.stack().may_shard(tp, 1)
+
+@dataclass(frozen=True)
+class Sourced(Stacked):
+    """A model of a Hugging Face folder, captured as it is."""
+
+    name: str
+    length: int = 0
+    how: Trained = field(default_factory=Trained)
+
+    def stack(self, dtype: str = "bf16") -> Stack:
+        from weft.plan.planner import captured_stack
+
+        return captured_stack(self.name, dtype, self.length)[0]
 
     @property
-    def recompute(self) -> tuple[str, ...]:
-        return ("", "selective", "full")
+    def seq(self) -> int:
+        return self.stack().seq
 
-    def work(self, s: Setting) -> Workload:
-        stack = self.stack(s.dtype)
-        made = stack.work(s)
-        return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, stack.wide / s.tp), last=self.how.on(made.last, 0))
+    def with_seq(self, seq: int) -> Sourced:
+        return replace(self, length=seq)
 
 
 @dataclass(frozen=True)
@@ -138,7 +168,7 @@ class Watched:
         return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, self.params, 0.0, stages=(blocks,))
 
 
-Model = Sized | Watched
+Model = Sized | Sourced | Watched
 
 
 def model_of(source: str, seq: int = 0) -> Model:
@@ -164,7 +194,20 @@ def _of_config(path: Path, seq: int) -> Model:
     if not isinstance(config, Mapping) or "model_type" not in config:
         raise UnknownName(f"{path} is no config of Hugging Face", needed="a config.json with a model_type", found=type(config).__name__)
     made = shape_of(config, seq)
-    return Sized(made) if made is not None else _watched_source(f"hf:{path.parent}", seq)
+    return Sized(made) if made is not None else _of_folder(f"hf:{path.parent}", seq)
+
+
+def _of_folder(source: str, seq: int) -> Model:
+    """A model of an unknown kind as it runs without values or, where it asks for one, as it is captured."""
+    try:
+        return _watched_source(source, seq)
+    except PlanError as refused:
+        captured = Sourced(source, seq)
+        try:
+            captured.stack()
+        except WeftError:
+            raise refused from None
+        return captured
 
 
 def shape_of(config: Mapping[str, Any], seq: int = 0) -> Shape | None:
@@ -232,7 +275,6 @@ def watch(name: str, model: Any, loss: Any, batch: Any, seq: int = 0, remake: An
     except Exception as error:
         raise PlanError(
             f"{name} does not run without values", needed="a forward pass whose shapes do not depend on values", found=str(error).splitlines()[0][:200],
-            try_=f"weft plan {name} --cluster SPEC, which captures it",
         ) from error  # fmt: skip
     finally:
         for hook in hooks:
