@@ -61,6 +61,11 @@ CASES = [
         lambda x: reduce.squares_about(x, all_reduce_partials(reduce.mean(x, 1, keepdim=True)), dims=1) / 3.0,
         lambda x: x.var(1), normal(3, 4, 2),
     ),
+    case(
+        "squares about the mean of one",
+        lambda x: reduce.squares_about(x, all_reduce_partials(reduce.sum_(x, dims=1, keepdim=True)) * 0.5, dims=1),
+        lambda x: (x - (x * 0.5).detach()).square().sum(1), normal(3, 1, 2),
+    ),
     case("var_mean", lambda x: reduce.var_mean(x, less=1, dims=1), lambda x: torch.var_mean(x, 1), normal(3, 4, 2)),
     case("logsumexp", lambda x: reduce.logsumexp(x, dims=1, keepdim=True), lambda x: x.logsumexp(1, True), normal(3, 4, 2)),
     case("max with what is no number", lambda x: reduce.amax(x, numbers=False), torch.max, distinct(3, 5)),

@@ -156,12 +156,31 @@ stop_gradient = define(
     doc="the value itself, taken as a constant",
 )
 
+
+class _Guided(torch.autograd.Function):
+    """A value whose gradient goes elsewhere, so that torch too takes it as the op's vjp does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, to: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
+        ctx.shape, ctx.by = to.shape, by
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, (ct if ctx.by is None else ct * ctx.by).sum_to_size(ctx.shape), None
+
+
+def _guided(value: torch.Tensor, to: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:
+    value = value.expand(torch.broadcast_shapes(value.shape, (to if by is None else by).shape)).detach()
+    return _Guided.apply(value, to, by) if torch.is_grad_enabled() and to.requires_grad else value.clone()  # type: ignore[no-any-return,no-untyped-call]
+
+
 scale_gradient = define(
     "scale_gradient",
     kind=Kind.POINTWISE,
     equation=elementwise,
     arity=2,
-    run=lambda x, by: x.expand(torch.broadcast_shapes(x.shape, by.shape)).clone(),
+    run=lambda x, by: _guided(x, x, by.detach()),
     linear=Linear.FIRST,
     vjp=lambda n, ct: (fit(ct * n.args[1], n.args[0]), None),
     doc="(x, by) -> x itself, whose gradient is multiplied",
@@ -172,7 +191,7 @@ overwritten = define(
     kind=Kind.POINTWISE,
     equation=elementwise,
     arity=2,
-    run=lambda x, old: x.expand(torch.broadcast_shapes(x.shape, old.shape)).clone(),
+    run=_guided,
     linear=Linear.FIRST,
     vjp=lambda n, ct: (None, fit(ct, n.args[1])),
     doc="(x, old) -> x itself, whose gradient goes to old: what is written in place where gradients are off",

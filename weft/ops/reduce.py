@@ -100,7 +100,8 @@ def _about_vjp(n: Node, ct: Node) -> Any:
     """Nothing flows to the mean, since what is left of x without it adds up to 0; torch's formula leaves it out too."""
     x, center = n.args
     back = expand_like(stretch(ct, x, n.attr("dims"), n.attr("keepdim", False)), x)
-    return back * ((x - center) * 2.0), None
+    alone = any(x.shape[d] == 1 for d in norm_dims(n.attr("dims"), x.ndim))  # a dim of one index may be sharded, and is not stretched
+    return back * ((x - (expand_like(center, x) if alone else center)) * 2.0), None
 
 
 squares_about = define(

@@ -8,6 +8,7 @@ from weft.core.node import Node
 from weft.ops.attention import attention, attention_over_keys
 from weft.ops.conv import conv2d
 from weft.ops.embed import embedding, gather, pick, put, scatter, scatter_sum, take
+from weft.ops.experts import experts, experts_backward
 from weft.ops.fill import indices
 from weft.ops.loss import cross_entropy, token_losses
 from weft.ops.moe import combine, dispatch, expert_slots, top_k_gates
@@ -143,6 +144,26 @@ def _experts(m: Maker) -> Any:
     slots = m.emit(lambda v: expert_slots(v, e, c), choice)
     y = m.emit(lambda v, s: dispatch(v, s, e, c), x, slots)
     return m.emit(combine, y, slots, gates)
+
+
+def _through_experts(m: Maker) -> tuple[Node, list[Node], str]:
+    """Tokens, then picks of experts, their weights and the experts', gated or not; and an activation."""
+    x = m.some(2, 2, test=lambda n: min(n.shape) > 0)
+    (t, d), e, f, k = x.shape, m.rng.randint(1, 4), m.rng.randint(1, 4), m.rng.randint(1, 3)
+    more = [m.sized((e, f, d)), m.sized((e, d, f)), *(m.sized((e, f, d)) for _ in range(m.rng.randint(0, 1)))]
+    return x, [m.index(e, (t, k)), m.sized((t, k)), *more], m.rng.choice(("silu", "gelu"))
+
+
+@makes("experts")
+def _dropless(m: Maker) -> Any:
+    x, more, act = _through_experts(m)
+    return m.emit(lambda *given: experts(*given, act=act), x, *more)
+
+
+@makes("experts_backward")
+def _dropless_backward(m: Maker) -> Any:
+    x, more, act = _through_experts(m)
+    return m.emit(lambda *given: experts_backward(*given, act=act), m.sized(x.shape), x, *more)
 
 
 # -- images --------------------------------------------------------------------------------------------------------------------------
