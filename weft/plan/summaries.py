@@ -92,8 +92,9 @@ def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
         why = f"{within:.0%}, the error of a step that waits for the host" if within else usual
         yield f"the simplest of the plans within {why} (--fastest takes the fastest):"
         yield from (f"  {other:<44} {ms:>12,.1f} ms" for other, ms in sorted(equal.items(), key=lambda item: item[1]))
+    fastest = min([f["step_ms"], *f.get("equal_ms", {}).values()])
     for words, ms in f.get("padded_ms", {}).items():
-        yield f"tip: {words}: {ms:,.1f} ms ({ms / f['step_ms'] - 1:+.0%}); weft does not change the model"
+        yield f"tip: {words}: {ms:,.1f} ms ({ms / fastest - 1:+.0%} against the fastest without it); weft does not change the model"
     if plan.baselines_ms or plan.infeasible:
         yield "other systems, each with the best settings found for it:"
     for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
