@@ -260,5 +260,5 @@ def test_what_a_program_has_beside_degrees_is_listed() -> None:
 
 
 def test_unknown_form() -> None:
-    with pytest.raises(PlanError, match="no form 'yaml'"):
+    with pytest.raises(PlanError, match="no system named 'yaml'"):
         export(plan(), "yaml")
