@@ -12,7 +12,7 @@ from weft import S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import capture
-from weft.plan.named import input_layouts, tensor_shards
+from weft.plan.named import input_layouts, stacked, tensor_shards
 from weft.plan.place import place
 from weft.plan.spec import Spec
 
@@ -67,3 +67,19 @@ def test_what_cannot_be_cut_evenly_stays_whole() -> None:
     model, x = Attention("view"), torch.randn(2, 6, WIDTH)
     program = capture(model, x, loss).program
     assert tensor_shards(program, program.output_names["loss"], parameters(program), 3) == {}
+
+
+@pytest.mark.parametrize("by", ["view", "split"])
+def test_weights_that_are_computed_with_in_fewer_bits_are_cut_as_they_are_kept(by: str) -> None:
+    model, x = Attention(by), torch.randn(2, 6, WIDTH)
+    full, half = (capture(model, x, loss, gradients=True, precision=p).program for p in (None, torch.bfloat16))
+    assert any(n.op.is_cast for n in half.nodes)
+    wanted, found = (tensor_shards(p, p.output_names["loss"], parameters(p), 2) for p in (full, half))
+    assert wanted == found != {}
+
+
+def test_so_are_experts() -> None:
+    model, x = nn.ParameterDict({"up": torch.randn(4, WIDTH, 8)}), torch.randn(4, 6, WIDTH)
+    program = capture(model, x, lambda m, x: (x @ m["up"]).square().mean(), precision=torch.bfloat16).program
+    weight = program.input_names["param.up"]
+    assert stacked(program, weight, 2) and program.users[weight] and all(u.op.is_cast for u in program.users[weight])

@@ -103,11 +103,8 @@ def stacked(program: Program, weight: Node, n: int) -> bool:
     users = program.users[weight]
     if weight.ndim < 3 or weight.shape[0] % n or not users:
         return False
-    return all(
-        (eq := equation_of(u)) is not None and u.op.kind in (Kind.CONTRACT, Kind.WHOLE) and eq.label(u.args.index(weight), 0) in eq.outs[0]
-        for u in users
-        if u.op.kind is Kind.CONTRACT
-    )
+    reads = [(u, u.args.index(w)) for w in (weight, *(u for u in users if u.op.is_cast)) for u in program.users[w] if u.op.kind is Kind.CONTRACT]
+    return all((eq := equation_of(u)) is not None and eq.label(k, 0) in eq.outs[0] for u, k in reads)
 
 
 def _also_sharded(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[str, Placement]:
@@ -135,10 +132,15 @@ def tensor_shards(program: Program, loss: Node, weights: Mapping[str, Node], n: 
     for start in (_columns, _rows, _vocabulary):
         for node in program.nodes:
             if node in forward and (node.op.kind is Kind.CONTRACT and len(node.args) == 2 or start is _vocabulary and _looks_up(node)):
-                for k, w in enumerate(node.args):
+                for k, w in enumerate(map(_stored, node.args)):
                     if w in names and w not in found:
                         found |= start(program, forward, names, found, node, k, n)
     return {names[w]: cut for w, cut in found.items()}
+
+
+def _stored(node: Node) -> Node:
+    """A weight in the type it is kept in, where it is computed with in another."""
+    return node.args[0] if node.op.is_cast else node
 
 
 def _looks_up(node: Node) -> bool:
@@ -178,7 +180,7 @@ def _rows(
             try:
                 flow.require(node.args[1 - k], S(eq.ins[1 - k].index(x)))
                 flow.follow()
-                if flow.ended and node.args[k] in flow.cuts and len(flow.cuts) > 1:
+                if flow.ended and _stored(node.args[k]) in flow.cuts and len(flow.cuts) > 1:
                     return flow.cuts
             except (_Stop, LayoutError):
                 continue
