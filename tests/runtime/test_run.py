@@ -73,6 +73,14 @@ def test_a_run_that_ends_well_is_quiet(tmp_path: Path) -> None:
     assert sorted(done.stdout.split()) == ["0", "1", "ended", "ended"]
 
 
+def test_what_a_script_made_is_not_taken_down_before_its_process(tmp_path: Path) -> None:
+    """A reducer of DDP waits, as it dies, for threads that may wait for it."""
+    script = tmp_path / "script.py"
+    script.write_text("class Kept:\n    def __del__(self): print('taken down', flush=True)\nkept = Kept()\nprint('made', flush=True)\n")
+    done = subprocess.run([sys.executable, "-m", "weft", "run", "-n", "1", str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "made\n", done
+
+
 def test_a_missing_script_is_refused() -> None:
     done = subprocess.run([sys.executable, "-m", "weft", "run", "no/such/script.py"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -25,7 +25,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        kept = runpy.run_path(sys.argv[0], run_name="__main__")  # noqa: F841  what it made lives to the end
     except RuntimeFault as fault:
         cause = fault.__cause__
         if board is not None and not (isinstance(cause, RuntimeError) and faults.is_lost_connection(cause)):  # the launcher knows which rank it was
@@ -74,8 +74,8 @@ def _status(code: object) -> int:
 
 
 def finish(status: int = 0) -> None:
-    """End a script that came to its end without taking the interpreter down: gloo's threads may still hold a tensor, and one that
-    lets go of it while Python ends aborts the process."""
+    """End a script that came to its end without taking down the interpreter or what the script made: gloo's threads may still hold a
+    tensor. One that lets go of it while Python ends aborts the process; one that DDP's reducer waits for as it dies waits for it."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
