@@ -12,9 +12,6 @@
 #include <sys/syscall.h>
 #include <type_traits>
 #include <unistd.h>
-#if defined(__AVX512F__) || defined(__AVX__)
-#include <immintrin.h>
-#endif
 
 namespace weft {
 
@@ -110,35 +107,44 @@ inline int32_t barrier(World *w, uint32_t op) {
   return told(w);
 }
 
-// Copy past the caches: for memory that this core will not read again, so it need not be fetched first.
-inline void stream(void *to, const void *from, size_t bytes) {
+// Copy past the caches: for memory that this core will not read again, so it need not be fetched first. Written with what compilers have
+// built in: to read <immintrin.h> takes longer than to compile most kernels.
+#if defined(__AVX__)
 #if defined(__AVX512F__)
-  char *d = static_cast<char *>(to);
-  const char *s = static_cast<const char *>(from);
-  const size_t head = size_t(-reinterpret_cast<uintptr_t>(d)) & 63;
-  if (bytes < 256) { memcpy(d, s, bytes); return; }
-  memcpy(d, s, head), d += head, s += head, bytes -= head;
-  size_t i = 0;
-  for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i *>(d + i), _mm512_loadu_si512(s + i));
-  memcpy(d + i, s + i, bytes - i);
-#elif defined(__AVX__)
-  char *d = static_cast<char *>(to);
-  const char *s = static_cast<const char *>(from);
-  const size_t head = size_t(-reinterpret_cast<uintptr_t>(d)) & 31;
-  if (bytes < 128) { memcpy(d, s, bytes); return; }
-  memcpy(d, s, head), d += head, s += head, bytes -= head;
-  size_t i = 0;
-  for (; i + 32 <= bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i *>(d + i), _mm256_loadu_si256(reinterpret_cast<const __m256i *>(s + i)));
-  memcpy(d + i, s + i, bytes - i);
+typedef long long Wide __attribute__((vector_size(64)));
 #else
-  memcpy(to, from, bytes);
+typedef long long Wide __attribute__((vector_size(32)));
+#endif
+inline void stream_one(Wide *to, Wide x) {
+#if defined(__clang__)
+  __builtin_nontemporal_store(x, to);
+#elif defined(__AVX512F__)
+  __builtin_ia32_movntdq512(to, x);
+#else
+  __builtin_ia32_movntdq256(to, x);
 #endif
 }
+inline void stream(void *to, const void *from, size_t bytes) {
+  char *d = static_cast<char *>(to);
+  const char *s = static_cast<const char *>(from);
+  const size_t head = size_t(-reinterpret_cast<uintptr_t>(d)) & (sizeof(Wide) - 1);
+  if (bytes < 4 * sizeof(Wide)) { memcpy(d, s, bytes); return; }
+  memcpy(d, s, head), d += head, s += head, bytes -= head;
+  size_t i = 0;
+  for (; i + sizeof(Wide) <= bytes; i += sizeof(Wide)) {
+    Wide x;
+    memcpy(&x, s + i, sizeof(Wide));
+    stream_one(reinterpret_cast<Wide *>(d + i), x);
+  }
+  memcpy(d + i, s + i, bytes - i);
+}
+#else
+inline void stream(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+#endif
 
 inline void drain() {
 #if defined(__x86_64__)
-  _mm_sfence();
+  __builtin_ia32_sfence();
 #endif
 }
 
