@@ -14,7 +14,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.core.dtensor import device_mesh, from_placements, to_placements
+from tests.dtensors import device_mesh, from_placements
+from weft.core.dtensor import to_placements
 from weft.core.errors import LayoutError
 from weft.core.layout import Layout, Mesh, O, P, S
 from weft.interp import take_local

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dispatch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.dtensors import device_mesh, from_placements
 from tests.ops.harness import as_list
-from weft.core.dtensor import device_mesh, from_placements
 from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Type
