@@ -18,7 +18,7 @@ import typer
 
 from bench import _gpu
 from bench._gpu_rank import Call, Rank, rounded, timed_row
-from weft.frontend import lang
+from weft import lang
 from weft.optim import FusedOptimizer
 from weft.optim.base import body_of
 from weft.optim.rules import NESTEROV, Numbers, Rule

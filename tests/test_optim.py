@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks
-from weft import optim
+from weft import lang, optim
 from weft.core.errors import KernelError
-from weft.frontend import lang
 from weft.optim.bank import UNIT, Slices
 from weft.optim.base import body_of
 from weft.optim.rules import Numbers, Rule

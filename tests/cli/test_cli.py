@@ -223,7 +223,7 @@ def test_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_are_listed_modules(name: str) -> None:
-    assert callable(import_module(f"weft.cli.{name}").register)
+    assert callable(getattr(import_module(f"weft.cli.{name}"), name))
 
 
 def _python(script: str) -> subprocess.CompletedProcess[str]:

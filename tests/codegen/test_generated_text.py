@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft import lang as w
 from weft.api.compiled import Compiled
 from weft.autodiff import grad
 from weft.codegen.expr import const
@@ -18,7 +19,6 @@ from weft.codegen.text import CPP, Writer, python
 from weft.codegen.to_cpu import _number
 from weft.core.layout import Mesh
 from weft.core.text import parse
-from weft.frontend import lang as w
 from weft.frontend.trace import f64, trace
 from weft.runtime.host_numbers import host_function
 from weft.testing.torch_modules import draw, run_script

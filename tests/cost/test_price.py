@@ -7,13 +7,13 @@ import torch
 
 import weft_zoo as zoo
 from bench._graph.timing import PlacedProgram
+from weft import lang as w
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
 from weft.cost.simulate import predict
 from weft.cost.work import Collective, MemoryBound, Work, records
-from weft.frontend import lang as w
 from weft.frontend.capture import capture
 from weft.frontend.trace import tensor, trace
 from weft.plan.layouts import OnCluster, choose

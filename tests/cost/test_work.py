@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weft import lang as w
 from weft.cluster.spec import cluster
 from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
@@ -11,7 +12,6 @@ from weft.cost.memory import live_bytes, peak_bytes
 from weft.cost.price import device_seconds, on_mesh
 from weft.cost.simulate import predict
 from weft.cost.work import Collective, Gemm, MemoryBound, Op, by_place, matmul_sizes, records
-from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
 from weft.ops.registry import nbytes

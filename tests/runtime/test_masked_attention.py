@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import weft_zoo as zoo
+from weft import lang as w
 from weft.codegen.library_calls import library_call
 from weft.core.layout import Mesh
-from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.runtime import library_kernels
 

@@ -1,4 +1,4 @@
-"""The `weft` command. A command is a module here with `register(app)`; COMMANDS lists them in the order help shows.
+"""The `weft` command. A command is a function of a module of its name here; COMMANDS lists them in the order help shows.
 
 Importing this package must not import torch: command modules import what is heavy inside their functions.
 """
@@ -16,26 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = (
-    "bench",
-    "calibrate",
-    "check",
-    "diff",
-    "discover",
-    "doctor",
-    "explain",
-    "export",
-    "fits",
-    "fuzz",
-    "plan",
-    "price",
-    "report",
-    "run",
-    "show",
-    "simulate",
-    "tune",
-    "verify",
-    "watch",
-)
+    "bench", "calibrate", "check", "diff", "discover", "doctor", "explain", "export", "fits", "fuzz", "plan", "price", "report", "run",
+    "show", "simulate", "tune", "verify", "watch",
+)  # fmt: skip
 
 
 class Group(TyperGroup):
@@ -99,7 +82,12 @@ def _root(
 
 
 for _name in COMMANDS:
-    import_module(f"weft.cli.{_name}").register(app)
+    _home = import_module(f"weft.cli.{_name}")
+    _command = getattr(_home, _name)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name, context_settings=getattr(_home, "SETTINGS", None))(_command)
 
 
 def main() -> None:

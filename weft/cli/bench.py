@@ -15,12 +15,6 @@ import weft
 FOLDER = Path(weft.__file__).parent.parent / "bench"
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(
-        typer.Typer(cls=Benches, no_args_is_help=True), name="bench", help="Run a benchmark or an accuracy check of the repository."
-    )
-
-
 class Benches(TyperGroup):
     """The sub-commands of `bench`, found in files. `bench/NAME.py` is looked into first, then all the others."""
 
@@ -34,6 +28,9 @@ class Benches(TyperGroup):
             if cmd_name in commands:
                 return commands[cmd_name]
         return None
+
+
+bench = typer.Typer(cls=Benches, no_args_is_help=True, help="Run a benchmark or an accuracy check of the repository.")
 
 
 def _stems() -> list[str]:

@@ -9,10 +9,6 @@ from weft.cli.output import console, emit, results, writable
 MOST_RANKS = 1024
 
 
-def register(app: typer.Typer) -> None:
-    app.command("calibrate")(calibrate)
-
-
 def calibrate(
     out: str = typer.Option("profile.json", "-o", "--out", help="Where to write the profile."),
     name: str = typer.Option("", "--name", help="Name of the device [default: its own]."),

@@ -11,29 +11,27 @@ import typer
 from weft.cli.output import emit, read_text, results
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    def check(
-        single: Annotated[str, typer.Argument(help="A program as text in a file, or the name of an example.")],
-        sharded: Annotated[str, typer.Argument(help="Another; NAME:SCHEDULE is an example under a schedule.")],
-        json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    ) -> None:
-        """Check whether two programs compute the same outputs, and name the first op that differs."""
-        from weft.rewrite.check import Report, check
+def check(
+    single: Annotated[str, typer.Argument(help="A program as text in a file, or the name of an example.")],
+    sharded: Annotated[str, typer.Argument(help="Another; NAME:SCHEDULE is an example under a schedule.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Check whether two programs compute the same outputs, and name the first op that differs."""
+    from weft.rewrite.check import Report, check
 
-        a, b = _load(single), _load(sharded)
-        bad = next((x for x in (a, b) if not hasattr(x, "nodes")), None)
-        report = Report(False, 0, 0, 0, 0, bad) if bad is not None else check(a, b)
-        results().print(str(report), highlight=False, markup=False, soft_wrap=True)
-        if json:
-            first = report.first
-            emit({
-                "equal": report.equal, "outputs": report.outputs, "derived": report.derived, "evaluated": report.evaluated,
-                "kinds_run": report.kinds_run, "seconds": round(report.seconds, 3), "missing": list(report.missing),
-                "first": None if first is None else {"op": first.op, "layer": first.layer, "line": first.line, "why": first.why},
-            })  # fmt: skip
-        if not report.equal:
-            raise typer.Exit(1)
+    a, b = _load(single), _load(sharded)
+    bad = next((x for x in (a, b) if not hasattr(x, "nodes")), None)
+    report = Report(False, 0, 0, 0, 0, bad) if bad is not None else check(a, b)
+    results().print(str(report), highlight=False, markup=False, soft_wrap=True)
+    if json:
+        first = report.first
+        emit({
+            "equal": report.equal, "outputs": report.outputs, "derived": report.derived, "evaluated": report.evaluated,
+            "kinds_run": report.kinds_run, "seconds": round(report.seconds, 3), "missing": list(report.missing),
+            "first": None if first is None else {"op": first.op, "layer": first.layer, "line": first.line, "why": first.why},
+        })  # fmt: skip
+    if not report.equal:
+        raise typer.Exit(1)
 
 
 def _load(name: str) -> Any:

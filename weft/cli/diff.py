@@ -7,10 +7,6 @@ import typer
 from weft.cli.output import emit, results
 
 
-def register(app: typer.Typer) -> None:
-    app.command("diff")(diff)
-
-
 def diff(
     a: str = typer.Argument(..., help="A saved plan."),
     b: str = typer.Argument(..., help="Another saved plan."),

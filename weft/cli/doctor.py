@@ -37,10 +37,6 @@ class Finding:
     advice: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
 def doctor(json: bool = typer.Option(False, "--json", help="Print the result as one JSON object.")) -> None:
     """Check this machine: what weft can use and what to change."""
     findings = [check() for check in CHECKS]
@@ -94,7 +90,9 @@ def transformers() -> Finding:
 
 
 def yaml() -> Finding:
-    return _package("PyYAML", "pyyaml", "yaml", advice="pip install 'weft[plan]': clusters and configurations in YAML are not read without it")
+    return _package(
+        "PyYAML", "pyyaml", "yaml", advice="pip install 'weft[plan]': clusters and configurations in YAML are not read without it"
+    )
 
 
 def _package(
@@ -172,7 +170,9 @@ def shared_memory() -> Finding:
 def threads() -> Finding:
     value = os.environ.get("OMP_NUM_THREADS")
     if value in (None, "1"):
-        return Finding("threads", "ok", "OMP_NUM_THREADS=1" if value else "OMP_NUM_THREADS is not set: weft run and torchrun start processes with 1")
+        return Finding(
+            "threads", "ok", "OMP_NUM_THREADS=1" if value else "OMP_NUM_THREADS is not set: weft run and torchrun start processes with 1"
+        )
     advice = "export OMP_NUM_THREADS=1 when ranks are processes on CPUs: ranks x threads should not exceed the cores"
     return Finding("threads", "warn", f"OMP_NUM_THREADS={value}", advice)
 

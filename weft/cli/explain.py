@@ -9,10 +9,6 @@ import typer
 from weft.cli.output import console, emit, results
 
 
-def register(app: typer.Typer) -> None:
-    app.command("explain")(explain)
-
-
 def explain(
     plan: str = typer.Argument(..., help="A plan saved by `weft plan --out`."),
     run_model: bool = typer.Option(

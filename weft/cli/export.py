@@ -9,10 +9,6 @@ import typer
 from weft.cli.output import console, writable
 
 
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
-
-
 def export(
     plan: str = typer.Argument(..., help="A plan saved by `weft plan --out`."),
     to: str = typer.Option(..., "--to", help="torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed."),

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 KINDS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
 
 
-def register(app: typer.Typer) -> None:
-    app.command("fits")(fits)
-
-
 def fits(
     model: str = typer.Argument(..., help="A Hugging Face config.json, a folder that has one, or a known name such as llama3-8b."),
     gpu: str = typer.Option(..., "--gpu", help="Device kind; an unknown one lists those that are known."),

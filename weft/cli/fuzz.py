@@ -10,10 +10,6 @@ import typer
 from weft.cli.output import console, emit, results
 
 
-def register(app: typer.Typer) -> None:
-    app.command("fuzz")(fuzz)
-
-
 def fuzz(
     programs: Annotated[int, typer.Option(help="Number of programs.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,

@@ -15,6 +15,9 @@ import typer
 from rich.console import Console
 
 console = Console(stderr=True)
+CLUSTER: Any = typer.Option(
+    ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
+)
 _click = import_module(typer.Context.__bases__[0].__module__.removesuffix(".core") + ".globals")  # newer typer has a copy of its own
 
 

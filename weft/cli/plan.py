@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, results, writable
+from weft.cli.output import CLUSTER, console, emit, results, writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,18 +16,12 @@ if TYPE_CHECKING:
     from weft.plan.planner import Infeasible, Request
 
 
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
-
-
 def plan(
     model: str = typer.Argument(
         ...,
         help="A known name such as llama3-8b, hf:FOLDER with a Hugging Face config.json, or FILE.py:FUNCTION that returns (model, loss, batch).",
     ),
-    cluster: str = typer.Option(
-        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
-    ),
+    cluster: str = CLUSTER,
     batch: int = typer.Option(
         0, "--batch", help="Global batch in samples [default: about 4M tokens; for FILE.py:FUNCTION its batch on every device]."
     ),

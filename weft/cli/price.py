@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import emit, many, read_text, results
+from weft.cli.output import CLUSTER, emit, many, read_text, results
 
 if TYPE_CHECKING:
     from weft.plan.price_configuration import PricedConfiguration
 
 
-def register(app: typer.Typer) -> None:
-    app.command("price", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(price)
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def price(
@@ -23,9 +22,7 @@ def price(
     config: str = typer.Argument(
         ..., help="Configuration of torchtitan (TOML or Python), Megatron (arguments), DeepSpeed (JSON) or accelerate (YAML)."
     ),
-    cluster: str = typer.Option(
-        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
-    ),
+    cluster: str = CLUSTER,
     model: str = typer.Option("", "--model", help="A known name or a Hugging Face config.json, where the configuration does not say it."),
     seq: int = typer.Option(0, "--seq", help="Sequence length, where the configuration has none."),
     batch: int = typer.Option(0, "--batch", help="Global batch in samples, where the configuration has none."),

@@ -9,10 +9,6 @@ import typer
 from weft.cli.output import console, emit, writable
 
 
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
-
-
 def report(
     source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run (`record=` of parallelize)."),
     other: str = typer.Argument("", help="Another plan or run, to compare side by side."),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def run(

@@ -12,47 +12,45 @@ if TYPE_CHECKING:
     from weft.passes import Draft
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    def show(
-        name: Annotated[
-            str | None, typer.Argument(help="An example [default: list them]; with --plan a model or FILE.py:FUNCTION.")
-        ] = None,
-        schedule: Annotated[str | None, typer.Option(help="One of its schedules.")] = None,
-        diff: Annotated[bool, typer.Option(help="Print what the schedule changed.")] = False,
-        code: Annotated[bool, typer.Option(help="Print the generated per-rank code.")] = False,
-        history: Annotated[bool, typer.Option(help="Print the steps of the schedule.")] = False,
-        plan: Annotated[
-            str | None, typer.Option(help="A plan such as dp2,zero1 or a plan file: print a model's training step under it.")
-        ] = None,
-        any_plan: Annotated[bool, typer.Option("--any-plan", help='Under deterministic="any plan": sums in an order that no plan changes.')] = False,
-        cluster: Annotated[str | None, typer.Option(help="With --any-plan: what these sums cost there (NODESxDEVICESxKIND).")] = None,
-        passes: Annotated[bool, typer.Option(help="Print the compiler passes, with the number of nodes before and after each.")] = False,
-    ) -> None:
-        """Print a program, before or after a schedule, or a model's training step under a plan."""
-        from weft.programs.catalog import example, scheduled
+def show(
+    name: Annotated[str | None, typer.Argument(help="An example [default: list them]; with --plan a model or FILE.py:FUNCTION.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="One of its schedules.")] = None,
+    diff: Annotated[bool, typer.Option(help="Print what the schedule changed.")] = False,
+    code: Annotated[bool, typer.Option(help="Print the generated per-rank code.")] = False,
+    history: Annotated[bool, typer.Option(help="Print the steps of the schedule.")] = False,
+    plan: Annotated[
+        str | None, typer.Option(help="A plan such as dp2,zero1 or a plan file: print a model's training step under it.")
+    ] = None,
+    any_plan: Annotated[
+        bool, typer.Option("--any-plan", help='Under deterministic="any plan": sums in an order that no plan changes.')
+    ] = False,
+    cluster: Annotated[str | None, typer.Option(help="With --any-plan: what these sums cost there (NODESxDEVICESxKIND).")] = None,
+    passes: Annotated[bool, typer.Option(help="Print the compiler passes, with the number of nodes before and after each.")] = False,
+) -> None:
+    """Print a program, before or after a schedule, or a model's training step under a plan."""
+    from weft.programs.catalog import example, scheduled
 
-        if passes or plan is not None:
-            if any_plan and cluster is not None and name is not None:
-                typer.echo(_price(name, plan or "dp1", cluster))
-            else:
-                _planned(name, plan or "dp1", passes, any_plan)
-            return
-        if name is None:
-            _list()
-            return
-        program = scheduled(name, schedule)
-        if code:
-            from weft.codegen import show_code
-
-            typer.echo(show_code(program))
-        elif diff:
-            before, after = example(name).make().text.splitlines(), program.text.splitlines()
-            typer.echo("\n".join(difflib.unified_diff(before, after, name, f"{name} {schedule or ''}".strip(), lineterm="", n=2)))
+    if passes or plan is not None:
+        if any_plan and cluster is not None and name is not None:
+            typer.echo(_price(name, plan or "dp1", cluster))
         else:
-            typer.echo(program.text)
-        if history:
-            typer.echo("\n".join(f"# {step}" for step in program.history))
+            _planned(name, plan or "dp1", passes, any_plan)
+        return
+    if name is None:
+        _list()
+        return
+    program = scheduled(name, schedule)
+    if code:
+        from weft.codegen import show_code
+
+        typer.echo(show_code(program))
+    elif diff:
+        before, after = example(name).make().text.splitlines(), program.text.splitlines()
+        typer.echo("\n".join(difflib.unified_diff(before, after, name, f"{name} {schedule or ''}".strip(), lineterm="", n=2)))
+    else:
+        typer.echo(program.text)
+    if history:
+        typer.echo("\n".join(f"# {step}" for step in program.history))
 
 
 def _price(name: str, plan: str, where: str) -> str:

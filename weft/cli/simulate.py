@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import console, emit, many, results, writable
+from weft.cli.output import CLUSTER, console, emit, many, results, writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,15 +18,9 @@ if TYPE_CHECKING:
     from weft.plan.simulate import SimulatedStep
 
 
-def register(app: typer.Typer) -> None:
-    app.command("simulate")(simulate)
-
-
 def simulate(
     model: str = typer.Argument(..., help="A known name such as llama3-8b, or hf:FOLDER with a Hugging Face config.json."),
-    cluster: str = typer.Option(
-        ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
-    ),
+    cluster: str = CLUSTER,
     batch: int = typer.Option(0, "--batch", help="Global batch in samples [default: one micro-batch per replica]."),
     micro_batch: int = typer.Option(1, "--micro-batch", help="Samples per device at a time."),
     seq: int = typer.Option(0, "--seq", help="Sequence length [default: the model's]."),
@@ -38,11 +32,15 @@ def simulate(
     virtual: int = typer.Option(1, "--virtual", help="Virtual stages per device, for the interleaved schedule."),
     zero: int = typer.Option(0, "--zero", help="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters (FSDP)."),
     recompute: str = typer.Option(
-        "none", "--recompute", help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full; "
+        "none",
+        "--recompute",
+        help="Activation checkpointing: none, selective (attention), per-op (all but some matmuls) or full; "
         "offload or full-offload keeps activations, or inputs of layers, in host memory.",
     ),
     schedule: str = typer.Option(
-        "", "--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager, zero-bubble-eager, zero-bubble-v or dual-pipe-v."
+        "",
+        "--schedule",
+        help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, 1f1b-eager, zero-bubble-eager, zero-bubble-v or dual-pipe-v.",
     ),
     kernels: str = typer.Option(
         "compiled", "--kernels", help="compiled (fused, as torch.compile), eager (one kernel per op) or classic (Megatron of 2021)."

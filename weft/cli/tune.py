@@ -9,10 +9,6 @@ import typer
 from weft.cli.output import console, emit, read_text, results
 
 
-def register(app: typer.Typer) -> None:
-    app.command("tune")(tune)
-
-
 def tune(
     program: str = typer.Argument(..., help="An example's name (see `weft show`), or a file of program text."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),

@@ -10,39 +10,37 @@ import typer
 from weft.cli.output import console, emit, read_text, results
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    def verify(
-        rules: Annotated[
-            Path | None, typer.Option(help="File of rules: weft text, or TASO/FlexFlow JSON [default: the built-in rules].")
-        ] = None,
-        full: Annotated[bool, typer.Option(help="Prove all rules from scratch instead of checking certificates.")] = False,
-        write: Annotated[bool, typer.Option(help="With --full, rewrite the certificates of the built-in rules.")] = False,
-        seed: Annotated[int | None, typer.Option(help="Seed of the test values, printed [default: random; 0 for rules of a file].")] = None,
-        workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
-        json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    ) -> None:
-        """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed; then judged again by Z3."""
-        import torch
+def verify(
+    rules: Annotated[
+        Path | None, typer.Option(help="File of rules: weft text, or TASO/FlexFlow JSON [default: the built-in rules].")
+    ] = None,
+    full: Annotated[bool, typer.Option(help="Prove all rules from scratch instead of checking certificates.")] = False,
+    write: Annotated[bool, typer.Option(help="With --full, rewrite the certificates of the built-in rules.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the test values, printed [default: random; 0 for rules of a file].")] = None,
+    workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed; then judged again by Z3."""
+    import torch
 
-        torch.set_num_threads(1)
-        if write:
-            _write(workers, console)
-            return
-        found = _of_file(rules, seed or 0, workers) if rules is not None else _of_weft(full, seed, workers, console)
-        for name, status, example in found.verdicts:
-            if example or rules is not None:
-                results().print(f"[bold]{name}[/]: {status}", highlight=False)
-                results().print(example, highlight=False, markup=False, soft_wrap=True)
-        counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "second", "disputed", "refuted")}
-        counts |= found.beside
-        results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
-        if not found.judge:
-            results().print("Z3 is not installed, so no rule was judged a second time: pip install 'weft[prove]'", markup=False)
-        if json:
-            emit({**counts, "judge": found.judge or None, "seconds": round(found.seconds, 2)})
-        if found.refuted or found.disputed:
-            raise typer.Exit(1)
+    torch.set_num_threads(1)
+    if write:
+        _write(workers, console)
+        return
+    found = _of_file(rules, seed or 0, workers) if rules is not None else _of_weft(full, seed, workers, console)
+    for name, status, example in found.verdicts:
+        if example or rules is not None:
+            results().print(f"[bold]{name}[/]: {status}", highlight=False)
+            results().print(example, highlight=False, markup=False, soft_wrap=True)
+    counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "second", "disputed", "refuted")}
+    counts |= found.beside
+    results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
+    if not found.judge:
+        results().print("Z3 is not installed, so no rule was judged a second time: pip install 'weft[prove]'", markup=False)
+    if json:
+        emit({**counts, "judge": found.judge or None, "seconds": round(found.seconds, 2)})
+    if found.refuted or found.disputed:
+        raise typer.Exit(1)
 
 
 def _of_weft(full: bool, seed: int | None, workers: int, console: Any) -> Any:
@@ -60,7 +58,9 @@ def _of_file(path: Path, seed: int, workers: int) -> Any:
     if not path.exists():
         raise RuleError(f"no file {path}", needed="a file of rules", found=str(path))
     text = read_text(path, "a file of rules: weft text, or TASO/FlexFlow JSON")
-    return audit_foreign(read_taso(text), workers, seed) if text.lstrip().startswith("{") else audit_schemas(parse_rules(text), workers, seed)
+    return (
+        audit_foreign(read_taso(text), workers, seed) if text.lstrip().startswith("{") else audit_schemas(parse_rules(text), workers, seed)
+    )
 
 
 def _write(workers: int, console: Any) -> None:

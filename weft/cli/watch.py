@@ -10,10 +10,6 @@ import typer
 from weft.cli.output import console
 
 
-def register(app: typer.Typer) -> None:
-    app.command("watch")(watch)
-
-
 def watch(
     run: str = typer.Argument(..., help="The folder of a run (`record=` of parallelize)."),
     out: str = typer.Option("", "-o", "--out", help="Where to write the page [default: in the folder]."),
@@ -37,7 +33,10 @@ def watch(
                 console.print(f"the page is at {page}", markup=False, highlight=False)
                 told = True
             loss = (made.steps.get("loss") or (0.0,))[-1]
-            print(f"step {len(made.steps.get('ms', ()))}: loss {loss:.4g}, {made.step_ms:,.1f} ms, {made.per_second:,.0f} {made.unit}/s", flush=True)
+            print(
+                f"step {len(made.steps.get('ms', ()))}: loss {loss:.4g}, {made.step_ms:,.1f} ms, {made.per_second:,.0f} {made.unit}/s",
+                flush=True,
+            )
         time.sleep(min(every, patience))
     if not seen:
         raise WeftError(

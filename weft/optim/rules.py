@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft import lang as w
 from weft.core.errors import InvalidTransform
 from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
-from weft.frontend import lang as w
 from weft.frontend.trace import TensorSpec, tensor, trace
 from weft.programs import optimizers
 from weft.schedule import recipes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft import lang as w
 from weft.core.layout import Mesh, P, S
 from weft.core.program import Program
-from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
 from weft.ops.norm import layer_norm

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft import lang as w
 from weft.core.layout import Mesh, P
 from weft.core.program import Program
-from weft.frontend import lang as w
 from weft.frontend.trace import tensor, trace
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from weft import lang as w
 from weft.core.layout import Mesh, R, S
-from weft.frontend import lang as w
 from weft.frontend.trace import f64, trace
 from weft.plan.layouts.strategies import Strategies
 
