@@ -40,6 +40,10 @@ class One:
         rows = torch.cat([torch.zeros(0, self.states[name], **X), *(self.of(k, name) for k in range(after, len(self.below)))])
         return rows if reduce is None else self.reduce(rows, reduce)
 
+    @property
+    def edge_rows(self) -> Tensor:
+        return torch.zeros(max(0, len(self.below) - self.after), dtype=torch.int64)
+
     def spread(self, value: Tensor) -> Tensor:
         return value.expand(max(0, len(self.below) - self.after), *value.shape[1:])
 
@@ -140,6 +144,13 @@ def distances(c: Cell, v: Any) -> None:
     given(v, torch.tanh(x + torch.cdist(x[:, None], c.m[0].weight.expand(len(x), 5, 5))[:, 0]))
 
 
+def viewed(c: Cell, v: Any) -> None:
+    """The gradient of an input is a view of what is made round by round; a vertex's value is read by the number of the vertex."""
+    x, e = v.pull("x", optional=True), v.gather("h")
+    y = (x + v.reduce(e * x[v.edge_rows])).view(-1, 5, 1)
+    given(v, torch.tanh((y * y).sum(2).flip(1) + c.m[0](x)))
+
+
 def unread(c: Cell, v: Any) -> None:
     """A state nobody gathers, one that nobody needs, outputs that are states, and no rows."""
     dead, x = v.gather("k", reduce="sum"), v.pull("x", optional=True)
@@ -160,6 +171,7 @@ FUNCTIONS: dict[str, tuple[Any, Callable[[], list[nn.Module]], int]] = {
     "parts of values": (parts, lambda: [WIDE(10)], 5),
     "two precisions": (coarser, list, 5),
     "a gradient that torch takes": (distances, lambda: [SQUARE()], 5),
+    "gradients that are views": (viewed, lambda: [SQUARE()], 5),
     "what nobody reads": (unread, lambda: [SQUARE()], 5),
 }
 

@@ -170,11 +170,10 @@ def output_homes(functions: Iterable[Graph]) -> dict[str, Home]:
 
 
 def _results(cell: Cell, outputs: Mapping[str, Home]) -> None:
-    """States, messages and gradients of inputs get their buffers; a value with two of them is copied to the second."""
+    """States, messages and outputs get their buffers; a value with two of them is copied to the second."""
     graph, homes = cell.graph, cell.stores.homes
     wanted = [(node, "state", (name,)) for name, node in graph.states.items()]
     wanted += [(node, "message", key) for key, node in graph.messages.items()]
-    wanted += [(node, "full", (f"d_{s.name}",)) for s, node in graph.grads.items() if s.role == "pull"]
     wanted += [(node, outputs[name].kind, outputs[name].key) for name, node in graph.outputs.items()]
     for node, kind, key in wanted:
         home = home_of(node, kind, key)
@@ -198,8 +197,9 @@ def _ends(cell: Cell, node: Node, kind: str) -> str:
 
 
 def _homes(cell: Cell) -> None:
-    """Buffers for what a kernel or another phase reads."""
+    """Buffers for what a kernel or another phase reads; gradients of inputs, or what they are views of, are read when all rounds are done."""
     phase, homes = cell.phased.phase, cell.stores.homes
+    gradients = {base(n) for s, n in cell.graph.grads.items() if s.role == "pull"}
     place: dict[Node, Kernel | None] = {}
     for steps in cell.steps.values():
         for step in steps:
@@ -209,7 +209,7 @@ def _homes(cell: Cell) -> None:
         if node in homes or not domain(node) or len(node.types) > 1:
             continue
         readers = _readers(cell.graph, node)
-        across = any(phase[r] != phase[node] or r in cell.phased.again for r in readers)
+        across = node in gradients or any(phase[r] != phase[node] or r in cell.phased.again for r in readers)
         stored = kernel is not None and node in kernel.stored
         if across or stored or any(place[r] is not None and place[r] is not kernel for r in readers):
             homes[node] = home_of(node, "full" if across else "scratch", (cell.graph.names[node],))

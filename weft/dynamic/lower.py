@@ -16,7 +16,7 @@ from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, make, toposort
 from weft.dynamic import collective, ops
 from weft.dynamic.sizes import EDGES, ROWS
-from weft.dynamic.trace import Key, VertexProgram, input_name
+from weft.dynamic.trace import AT, Key, VertexProgram
 from weft.dynamic.vertex import Source
 from weft.ops.fill import full
 from weft.ops.linalg import matmul
@@ -28,7 +28,6 @@ from weft.ops.shape import permute, reshape
 from weft.ops.source import input_node
 
 Sizes = tuple[int, int]  # rows and edges at hand
-AT = input_name(Source("at"))
 
 
 # -- the program of one rank -----------------------------------------------------------------------------------------------------------

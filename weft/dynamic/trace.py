@@ -36,7 +36,7 @@ from weft.ops.comm import reshard
 from weft.ops.embed import put, take
 from weft.ops.fill import arange
 from weft.ops.linalg import einsum_op, matmul
-from weft.ops.pointwise import add
+from weft.ops.pointwise import add, lt, where
 from weft.ops.segment import segment_max
 from weft.ops.shape import narrow, narrow_op, permute, reshape_op
 from weft.ops.source import input_node
@@ -183,19 +183,24 @@ def input_name(source: Source) -> str:
     return readable(f"batch.{source}")
 
 
+AT = input_name(Source("at"))
+
+
 def output_name(kind: str, name: str) -> str:
     return readable(f"out.{kind}_{name}")
 
 
 def _plainer(program: Program) -> dict[Node, Node]:
-    """x w' as a matmul, and a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim."""
-    found: dict[Node, Node] = {}
+    """x w' as a matmul; a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim; an edge's vertex, never negative."""
+    found, at = dict[Node, Node](), program.input_names.get(AT)
     for n in program.nodes:
         args = [remade([a], found)[a] for a in n.args]
         if n.op is einsum_op and n.attr("equation") == "ak,nk->an":
             found[n] = matmul(args[0], permute(args[1], 1, 0))
         elif n.op is reshape_op and (part := _chunk(args[0], n.shape)) is not None:
             found[n] = part
+        elif n.op is where and args[2] is at and args[0].op is lt and args[0].args[0] is at:
+            found[n] = args[2]
     return found
 
 
