@@ -1,4 +1,4 @@
-"""Shares of a batch for ranks of unequal speed, as pieces that torch.chunk's rule deals out: `dp2,pieces3` is two thirds and one.
+"""Shares of a batch for ranks of unequal speed, as pieces that torch.chunk's rule deals out: `dp2,shards3` is two thirds and one.
 
 With k pieces over n ranks each takes ceil(k / n) of them but the last, which takes what is left: so ranks stand from the fastest
 to the slowest, and shares of the kind c : c : ... : r can be said. A step is done when its slowest rank is, and the best number of

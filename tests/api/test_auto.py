@@ -22,7 +22,7 @@ from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend.capture import Captured, capture
 from weft.plan.pins import dtensor_pins, parse_pin
-from weft.plan.plan import Plan, load, with_pieces
+from weft.plan.plan import Plan, load, with_batch_shares
 from weft.plan.setting import Setting
 from weft.plan.spec import Spec
 
@@ -74,7 +74,7 @@ def test_ranks_agree_and_train_as_one(tmp_path: Path) -> None:
         chosen: list[Any] = [None, None]
         dist.all_gather_object(chosen, (str(step.decision), step.decision.text))
         assert chosen[0] == chosen[1] and step.decision.named.mesh.ranks == 2
-        got, step = weft_losses("dp2,pieces3", 12)
+        got, step = weft_losses("dp2,shards3", 12)
         torch.testing.assert_close(got, uneven, rtol=1e-8, atol=1e-8)
         local = {n.layout.local_shape({"dp": rank})[0] for name, n in step.program.input_names.items() if name.startswith("batch.")}
         assert local == {8 if rank == 0 else 4}
@@ -191,7 +191,7 @@ FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "
 
 def saved(path: Path, **changes: Any) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    setting = with_pieces(Setting.counted(**{"global_batch": 8, **changes}), changes.get("shares", ()))
+    setting = with_batch_shares(Setting.counted(**{"global_batch": 8, **changes}), changes.get("shares", ()))
     plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", setting, limits, FORESEEN)
     plan.save(path)
     return load(path)
@@ -244,17 +244,17 @@ def test_a_plan_file_of_stages_runs(tmp_path: Path) -> None:
 
 def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
     two = (("a", 1, 8, 1), ("b", 1, 4, 1))
-    assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).spec.pieces == 3
-    assert str(planfile.follow(tmp_path / "a.json").spec) == "dp2,pieces3"
+    assert saved(tmp_path / "a.json", dp=2, global_batch=12, shares=two).spec.shards == 3
+    assert str(planfile.follow(tmp_path / "a.json").spec) == "dp2,shards3"
     three = (("a", 1, 9, 1), ("b", 1, 3, 1))
-    assert not saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).spec.pieces
+    assert not saved(tmp_path / "b.json", dp=2, global_batch=12, shares=three).spec.shards
     with pytest.raises(PlanError, match=r"torch\.chunk's rule"):
         planfile.follow(tmp_path / "b.json")
 
 
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
     with pytest.raises(PlanError, match="a batch of 8 is not 3 pieces"):
-        auto.prepare(captured, Spec(dp=2, pieces=3))
+        auto.prepare(captured, Spec(dp=2, shards=3))
 
 
 def test_a_layer_of_no_features_is_planned_and_trains_as_torchs() -> None:

@@ -52,7 +52,7 @@ def offline(samples: int = 4096) -> float:
     return float(spread / (flat.mean(0).square().sum() - spread / samples))
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2,zero1", "dp2,zero3", "dp2,pieces3"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2,zero1", "dp2,zero3", "dp2,shards3"])
 def test_agrees_with_every_samples_gradient(plan: str, tmp_path: Path) -> None:
     want = offline()
 

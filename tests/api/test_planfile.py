@@ -182,7 +182,7 @@ def test_a_step_that_is_not_the_planned_one_is_refused(folder: Path) -> None:
 
 def test_stages_hold_their_tensors_as_planned(folder: Path, tmp_path: Path) -> None:
     one = planfile.load(folder / "plan.json")
-    replace(one, setting=replace(one.setting, pp=2, micro=2, cuts=("2",))).save(folder / "stages.json")
+    replace(one, setting=replace(one.setting, pp=2, micro=2, splits=("2",))).save(folder / "stages.json")
     want = torch_losses(folder, torch.float64)
 
     def job(rank: int) -> None:

@@ -53,7 +53,7 @@ def test_saved_and_loaded(plan: Plan, tmp_path) -> None:
         ({"weft_plan": 3}, "another version"), ({"extra": 1}, "unknown extra"), ({"seq": "long"}, "seq of plan is of the wrong kind"),
         ({"spec": {"stages": [1.5]}}, r"spec.stages\[0\] of plan is of the wrong kind"), ({"given": {"dtype": "bf16"}}, "given of plan cannot be read"),
         ({"spec": {"tp": 2, "open": ["dp"]}}, "leaves decisions open"), ({"spec": {"schedule": "odd"}}, "a schedule of 1f1b"),
-        ({"spec": {"dp": 7}}, "the batch does not divide"), ({"spec": {"pp": 2, "cuts": ["a", "b"]}}, "1 words with cut:"),
+        ({"spec": {"dp": 7}}, "the batch does not divide"), ({"spec": {"pp": 2, "splits": ["a", "b"]}}, "1 words with split:"),
         ({"predicted": {}}, r"predicted of plan cannot be read\n\n +needed +step_ms"), ({"layouts": {"rool": []}}, "unknown rool"),
         ({"layouts": {"rules": "x"}}, "layouts.rules of plan is of the wrong kind"),
         ({"layouts": {"moves": [{"rule": "x"}]}}, r"layouts.moves\[0\] of plan cannot be read\n\n +needed +op, at, way, places, forward"),

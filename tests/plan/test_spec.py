@@ -33,11 +33,11 @@ def specs(draw: st.DrawFn) -> Spec:
     degrees: Any = {a: draw(st.integers(1, 8)) for a in ("dp", "cp", "ep", "tp")}
     return Spec(
         **degrees, pp=pp, schedule=schedule, virtual=virtual, micro=draw(st.sampled_from(micro)), zero=draw(st.integers(0, 3)),
-        pieces=draw(st.sampled_from([0, 3])), recompute=draw(st.sampled_from(["", "mixed", *AGAIN.values()])),
+        shards=draw(st.sampled_from([0, 3])), recompute=draw(st.sampled_from(["", "mixed", *AGAIN.values()])),
         **{f: draw(st.booleans()) for f in ("sp", "ring", "a2a", "gather_once", "async_tp")},
         groups=tuple(draw(st.lists(st.tuples(NAMES, st.integers(0, 3)), max_size=2))),
         stages=draw(st.one_of(st.just(()), st.tuples(*[st.lists(PIECES, min_size=1, max_size=3).map(tuple)] * chunks))),
-        cuts=draw(st.one_of(st.just(()), st.tuples(*[NAMES] * (chunks - 1)))), pins=tuple(draw(st.lists(PINS, max_size=2))),
+        splits=draw(st.one_of(st.just(()), st.tuples(*[NAMES] * (chunks - 1)))), pins=tuple(draw(st.lists(PINS, max_size=2))),
         shares=tuple(draw(st.lists(SHARES, max_size=2))),
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_setting_is_counted_as_other_systems_count() -> None:
     ("words", "says"),
     [
         ("dp2,sideways", "joined by commas"), ("dp0", "degrees of 1 or more"), ("zero4", "zero0 to zero3"), ("gpipe", "pp2 or more for gpipe"),
-        ("pp2,interleaved,micro3", "rounds of 2"), ("pp2,virtual2", "needed  interleaved"), ("pp4,cut:layers.2", "3 words with cut:"),
+        ("pp2,interleaved,micro3", "rounds of 2"), ("pp2,virtual2", "needed  interleaved"), ("pp4,split:layers.2", "3 words with split:"),
         ("pp2,stage:layer", "2 words with stage:"), ("pin:w1=tp", "PATTERN=AXIS"), ("stage:a/b/c", "joined by commas"),
     ],
 )  # fmt: skip

@@ -79,7 +79,7 @@ def owned(program: Program, states: Mapping[str, str], ranks: int) -> dict[str, 
 
 
 def _batch(node: Node, named: Spec) -> dict[str, Placement]:
-    places: dict[str, Placement] = {"dp": S(0, _pieces(node, named))} if named.dp > 1 else {}
+    places: dict[str, Placement] = {"dp": S(0, _batch_shards(node, named))} if named.dp > 1 else {}
     if named.cp > 1 and node.ndim > 1:
         places["cp"] = S(1)
     if named.ep > 1 and node.shape[0] >= named.dp * named.ep:
@@ -87,15 +87,15 @@ def _batch(node: Node, named: Spec) -> dict[str, Placement]:
     return places
 
 
-def _pieces(node: Node, named: Spec) -> tuple[int, int] | None:
-    """How the batch is dealt out where not evenly."""
+def _batch_shards(node: Node, named: Spec) -> tuple[int, int] | None:
+    """How the batch is sharded where not evenly."""
     n = node.shape[0]
-    if not named.pieces:
+    if not named.shards:
         return None
-    if n % named.pieces:
-        more = -(-n // named.pieces) * named.pieces
-        raise PlanError(f"a batch of {n} is not {named.pieces} pieces", needed=f"a multiple of {named.pieces}", found=str(n), try_=str(more))
-    return n, named.pieces
+    if n % named.shards:
+        more = -(-n // named.shards) * named.shards
+        raise PlanError(f"a batch of {n} is not {named.shards} equal shards", needed=f"a multiple of {named.shards}", found=str(n), try_=str(more))
+    return n, named.shards
 
 
 def stacked(program: Program, weight: Node, n: int) -> bool:

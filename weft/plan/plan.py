@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError
+from weft.core.errors import PlanError, reason
 from weft.core.files import BYTES, parse_json
 from weft.core.layout import S, chunk
 from weft.core.names import bare
@@ -44,7 +44,7 @@ _BEFORE = {  # a setting of version 1, which counted experts' copies among those
 STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values(), *OFFLOADED), whole()))), most=4096)
 _SPEC = {
     **{f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
-    "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), whole(0, 3)))), "stages": STAGES, "cuts": Listed(text(), most=4096),
+    "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), whole(0, 3)))), "stages": STAGES, "splits": Listed(text(), most=4096),
     "pins": Listed(text()), "shares": Listed(Row((text(), whole(1), whole(1, LARGE), whole(1, LARGE))), most=4096), "moves": Listed(MOVE),
     "open": Listed(one_of(*DECIDED)),
 }  # fmt: skip
@@ -218,7 +218,7 @@ def load(path: str | Path) -> Plan:
         with open(path, "rb") as f:
             text = f.read(BYTES + 1)
     except OSError as error:
-        raise PlanError(f"cannot read the plan {path}", needed="a file that weft plan wrote", found=str(error), try_=TIP) from error
+        raise PlanError(f"cannot read the plan {path}", needed="a file that weft plan wrote", found=reason(error), try_=TIP) from error
     return parse(text, str(path))
 
 
@@ -231,7 +231,7 @@ def parse(text: str | bytes, where: str = "plan") -> Plan:
     except ValueError as error:
         raise PlanError(f"{where} is not JSON", needed="a plan", found=str(error), try_=TIP) from error
     if not isinstance(data, dict) or "weft_plan" not in data:
-        raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=type(data).__name__)
+        raise PlanError(f"{where} is not a plan", needed='a JSON object with "weft_plan"', found=short(data), try_=TIP)
     if data["weft_plan"] not in (1, VERSION) or isinstance(data["weft_plan"], bool):
         raise PlanError(f"{where} is of another version", needed=f"version {VERSION}", found=short(data["weft_plan"]), try_="plan again")
     plan = _of_before(data, where) if data["weft_plan"] == 1 else _of_data(data, where)
@@ -250,7 +250,7 @@ def _of_before(data: Mapping[str, Any], where: str) -> Plan:
     stages = tuple(tuple((name.replace(" ", ""), again, n) for name, again, n in stage) for stage in data["stages"])
     setting = replace(setting, stages=stages) if stages else setting.with_layers(data["layers"])
     if data["shares"]:
-        setting = with_pieces(setting, [tuple(x[k] for k in SHARE.of) for x in data["shares"]])
+        setting = with_batch_shares(setting, [tuple(x[k] for k in SHARE.of) for x in data["shares"]])
     plan = Plan(**own, setting=with_groups(setting, data["layouts"]))
     if len(data["layers"]) not in (0, setting.virtual_stages):
         raise _wrong_number("layers", where, setting, data["layers"])
@@ -270,7 +270,7 @@ def _of_data(data: Mapping[str, Any], where: str) -> Plan:
     own["layouts"] = {**data["layouts"], **({"moves": [m.data() for m in spec.moves]} if spec.moves is not None else {})}
     plan = Plan(**own, setting=setting)
     _check_parts(where, plan)
-    meant = with_groups(with_pieces(setting, spec.shares), data["layouts"])
+    meant = with_groups(with_batch_shares(setting, spec.shares), data["layouts"])
     if meant != setting:
         raise PlanError(f"spec of {where} does not go with what it was made for", needed=str(meant.spec), found=str(spec), try_="plan again")
     return plan
@@ -281,13 +281,13 @@ def dealt(pieces: int, ranks: int) -> list[int]:
     return [hi - lo for lo, hi in (chunk(pieces, ranks, r) for r in range(ranks))]
 
 
-def with_pieces(setting: Setting, shares: Sequence[Share]) -> Setting:
+def with_batch_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
     """With shares of the batch, and the number of equal pieces that give every copy its share by torch.chunk's rule, where some do."""
     taken = [micro * rounds for _, copies, micro, rounds in shares for _ in range(copies)]
     least = math.gcd(*taken) or 1
     pieces = sum(taken) // least
     dealt_so = setting.pp == 1 and [n * least for n in dealt(pieces, len(taken))] == taken if taken else False
-    return replace(setting, shares=tuple(shares), pieces=pieces if dealt_so else 0 if shares else setting.pieces)
+    return replace(setting, shares=tuple(shares), shards=pieces if dealt_so else 0 if shares else setting.shards)
 
 
 def with_groups(setting: Setting, layouts: Mapping[str, Any]) -> Setting:

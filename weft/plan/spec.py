@@ -1,12 +1,12 @@
 """What a plan decides, as one value, and the words for it: `dp2,tp2,zero1,sp`.
 
-Words joined by commas parse into a Spec and print from it; rules' moves alone have no words, a plan file has them. `dp2,pieces3` deals the batch
-in three equal pieces by torch.chunk's rule, two to the first rank and one to the last. `pp4,zero-bubble,micro8` splits the layers into four
+Words joined by commas parse into a Spec and print from it; rules' moves alone have no words, a plan file has them. `dp2,shards3` splits the batch
+into three equal shards by torch.chunk's rule, two for the first rank and one for the last. `pp4,zero-bubble,micro8` splits the layers into four
 stages and the batch into eight micro-batches; `micro8` without `pp` accumulates. `recompute` keeps of a repeated block only its inputs,
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
 the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, overlapped with the experts' matmuls;
 `ragged-ep` sends them to the ranks they picked alone. `cp2,ring` gathers keys in chunks, overlapped with the attention that reads them;
-`cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `cut:layers.4` a module
+`cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `split:layers.4` a module
 that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
 """
 
@@ -27,7 +27,7 @@ from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
 from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
-NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "pieces", "micro", "virtual")
+NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "shards", "micro", "virtual")
 FLAGS = {"sp": "sp", "ring": "ring", "a2a": "a2a", "gather-once": "gather_once", "async-tp": "async_tp", "async-ep": "async_ep", "ragged-ep": "ragged_ep",
          "offload": "offload"}  # fmt: skip
 DECIDED = (
@@ -52,7 +52,7 @@ MIXED = "mixed"  # layer by layer, as the memory of each stage allows; the plan 
 AGAIN = {"recompute" if way == "full" else f"recompute:{way}": way for way in ("activation", "ffn", "selective", "per-op", "full")}
 RECOMPUTE_WORDS = {**AGAIN, "recompute:none": "", f"recompute:{MIXED}": MIXED}
 WORDS = (*FLAGS, *RECOMPUTE_WORDS, *SCHEDULES)
-LISTS = ("zero3:PATTERN", "stage:BLOCKS", "cut:MODULE", "pin:PATTERN=tp:S(1)", "share:KIND*COPIES*SAMPLES*TIMES")
+LISTS = ("zero3:PATTERN", "stage:BLOCKS", "split:MODULE", "pin:PATTERN=tp:S(1)", "share:KIND*COPIES*SAMPLES*TIMES")
 PIECE = re.compile(r"([\w.-]+)(?:/([\w-]+))?(?:\*(\d+))?")
 SHARE = re.compile(r"(.+)\*(\d+)\*(\d+)\*(\d+)")
 SIZES = {"layer": 1.0, "attention": 0.5, "ffn": 0.5}  # of pieces, in layers
@@ -70,7 +70,7 @@ class Spec:
     tp: int = 1
     zero: int = 0
     sp: bool = False
-    pieces: int = 0  # that the batch is dealt in along dp; as many as there are copies where it is 0
+    shards: int = 0  # that the batch is split into along dp; as many as there are replicas where it is 0
     pp: int = 1
     schedule: str = PLAIN
     micro: int = 0  # micro-batches; twice as many as there are stages where it is 0
@@ -85,7 +85,7 @@ class Spec:
     offload: bool = False  # what the backward pass reads of repeated blocks is kept in the host's memory
     groups: tuple[tuple[str, int], ...] = ()  # ZeRO of parameters by pattern, where it is not `zero`; the last that fits
     stages: tuple[tuple[Piece, ...], ...] = ()  # what each virtual stage is made of; balanced where it says nothing
-    cuts: tuple[str, ...] = ()  # modules that begin a stage, all but the first
+    splits: tuple[str, ...] = ()  # modules that begin a stage, all but the first
     pins: tuple[str, ...] = ()  # layouts of parameters by pattern
     shares: tuple[Share, ...] = ()  # of the batch, by kind of device, where they are unequal
     moves: tuple[Move, ...] | None = None  # uses of proved rules that rewrite the step; None where it is not rewritten at all
@@ -129,8 +129,8 @@ class Spec:
                 raise PlanError(f"no plan {text!r}", needed=f"ep2 or more for {word}", found=text)
         if self.async_ep and self.ragged_ep:
             raise PlanError(f"no plan {text!r}", needed="async-ep or ragged-ep: chunks of tokens are gathered, not sent", found=text, try_="ragged-ep")
-        for name, said in (("stage:", self.stages), ("cut:", self.cuts)):
-            wanted = self.virtual_stages - (name == "cut:")
+        for name, said in (("stage:", self.stages), ("split:", self.splits)):
+            wanted = self.virtual_stages - (name == "split:")
             if said and len(said) != wanted:
                 raise PlanError(f"no plan {text!r}", needed=f"{wanted} words with {name} for {self.pp} stages", found=str(len(said)))
         for pin in self.pins:
@@ -198,14 +198,14 @@ class Spec:
         yield from (f"{a}{getattr(self, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(self, a) > 1 or a in said)
         if (self.schedule != PLAIN and (self.pp > 1 or "pp" in self.open)) or "schedule" in said:
             yield self.schedule
-        yield from (f"{w}{getattr(self, w)}" for w in ("zero", "pieces", "micro", "virtual") if getattr(self, w))
+        yield from (f"{w}{getattr(self, w)}" for w in ("zero", "shards", "micro", "virtual") if getattr(self, w))
         yield from ("zero0" for _ in range("zero" in said and not self.zero))
         yield from (word if getattr(self, name) else f"no-{word}" for word, name in FLAGS.items() if getattr(self, name) or name in said)
         if self.recompute or "recompute" in said:
             yield next((word for word, way in RECOMPUTE_WORDS.items() if way == self.recompute), f"recompute:{self.recompute}")
         yield from (f"zero{level}:{pattern}" for pattern, level in self.groups)
         yield from ("stage:" + "+".join(map(_piece_text, stage)) for stage in self.stages)
-        yield from (f"cut:{path}" for path in self.cuts)
+        yield from (f"split:{path}" for path in self.splits)
         yield from (f"pin:{pin.replace(',', '+')}" for pin in self.pins)
         yield from ("share:" + "*".join(map(str, share)) for share in self.shares)
         if self.open:
@@ -233,7 +233,7 @@ def left_to_host(way: str) -> str:
     return OFFLOAD if way in ("", "none") else f"{way}-{OFFLOAD}"
 
 
-TUPLES = ("groups", "stages", "cuts", "pins", "shares")
+TUPLES = ("groups", "stages", "splits", "pins", "shares")
 
 
 def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
@@ -251,8 +251,8 @@ def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
         yield "groups", (rest, int(kind[-1]))
     elif kind == "stage" and all(PIECE.fullmatch(p) for p in rest.split("+")):
         yield "stages", tuple(_piece(p) for p in rest.split("+"))
-    elif kind == "cut" and rest:
-        yield "cuts", rest
+    elif kind == "split" and rest:
+        yield "splits", rest
     elif kind == "pin" and rest:
         yield "pins", str(parse_pin(rest.replace("+", ",")))
     elif kind == "share" and (found := SHARE.fullmatch(rest)):
@@ -260,7 +260,7 @@ def _meant(word: str, text: str) -> Iterator[tuple[str, Any]]:
     elif word != "?":
         raise PlanError(
             f"no plan {text!r}",
-            needed=f"numbers such as dp2 of {', '.join(NUMBERS)}, and words of {', '.join(WORDS)}, or {', '.join(LISTS)}, joined by commas",
+            needed=f"degrees such as dp2 ({', '.join(NUMBERS)}), words such as sp ({', '.join(WORDS)}), or {', '.join(LISTS)}, joined by commas",
             found=word,
             try_=_instead(word),
         )

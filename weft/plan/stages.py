@@ -20,7 +20,7 @@ from weft.core.errors import ClusterError
 from weft.plan.memory import stage_memory
 from weft.plan.partition import even, partition
 from weft.plan.phase import LayerRun
-from weft.plan.plan import with_pieces
+from weft.plan.plan import with_batch_shares
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
 from weft.plan.stage_partitioner import LAYER, Piece, by_kind, named_blocks
@@ -93,7 +93,7 @@ class Shared:
 
 
 def with_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
-    return with_pieces(setting, [(x.kind, x.copies, x.micro_batch, x.micro_batches) for x in shares])
+    return with_batch_shares(setting, [(x.kind, x.copies, x.micro_batch, x.micro_batches) for x in shares])
 
 
 def split_batch(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:

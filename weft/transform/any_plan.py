@@ -28,7 +28,7 @@ LEAVES = 8  # parts of a dim, where its size allows: so many ranks may share it
 def require_any_plan(spec: Spec) -> None:
     """Plans whose sums are no subtrees of the one tree are refused."""
     for word, wrong in (
-        ("cp", spec.cp > 1), ("ep", spec.ep > 1), ("sp", spec.sp), ("pieces", bool(spec.pieces)), ("async-tp", spec.async_tp),
+        ("cp", spec.cp > 1), ("ep", spec.ep > 1), ("sp", spec.sp), ("shards", bool(spec.shards)), ("async-tp", spec.async_tp),
         ("pp", spec.pp > 1), ("micro", spec.micro_batches > 1),
     ):  # fmt: skip
         if wrong:

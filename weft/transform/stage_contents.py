@@ -37,8 +37,8 @@ class StageContents(Protocol):
 
 def stage_contents_of(spec: Spec) -> StageContents | None:
     """The pieces of a plan; None where it leaves balance and recompute to its words."""
-    if spec.cuts:
-        return Modules(spec.cuts)
+    if spec.splits:
+        return Modules(spec.splits)
     stages = spec.stages
     if spec.offload:
         stages = tuple(tuple((name, left_to_host(way) if name in HALVES else way, n) for name, way, n in stage) for stage in stages)
