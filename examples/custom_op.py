@@ -1,7 +1,7 @@
 """An op of your own, outside the package: squared distances between two sets of points.
 
-Its equation says all that weft asks about parallelism: points of either set may be cut and stay cut; coordinates may be cut
-too, and since they are summed the result is then a pending sum, as for a matrix product.
+Its equation says all that weft asks about parallelism: points of either set may be sharded, and so is the result; coordinates may be sharded
+too, and since they are summed the result is then partial, as of a matmul.
 """
 
 import torch
@@ -25,7 +25,7 @@ def pull(ct, x, y):
 
 
 def nearest(x, y):
-    """The sum over x of the distance to the nearest of y; the coordinates are cut over tp, hence the all_reduce."""
+    """The sum over x of the distance to the nearest of y; the coordinates are sharded over tp, hence the all_reduce."""
     return lang.sum(lang.amin(lang.all_reduce(distances(x, y), "tp"), dims=1))
 
 
@@ -34,7 +34,7 @@ program = lang.grad(weft.trace(nearest, mesh, x=lang.f64(7, 8, dp=S(0), tp=S(1))
 
 
 def check():
-    """Four pretended ranks against torch on one device, value and gradients."""
+    """Four simulated ranks against torch on one device, value and gradients."""
     x, y = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (7, 5))
     loss = torch.cdist(x, y).square().amin(1).sum()
     got = weft.interp.run(program, {"x": x.detach(), "y": y.detach()})

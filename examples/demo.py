@@ -56,8 +56,8 @@ def shortened(p: Program) -> str:
     lines = [line if len(line) < LINE else f"{line[: LINE - 4]} ..." for line in p.text.splitlines()]
     if len(lines) <= LINES:
         return "\n".join(lines)
-    told = [line for line in lines[LINES // 2 :] if any(f" {op}" in line for op in ("all_", "reduce_", "fuse", "overlap", "return"))]
-    return "\n".join([*lines[: LINES // 2], f"  ... {len(lines) - LINES // 2 - len(told)} more lines, among them", *told])
+    kept = [line for line in lines[LINES // 2 :] if any(f" {op}" in line for op in ("all_", "reduce_", "fuse", "overlap", "return"))]
+    return "\n".join([*lines[: LINES // 2], f"  ... {len(lines) - LINES // 2 - len(kept)} more lines, among them", *kept])
 
 
 def show(name: str, schedule: str) -> tuple[str, str, float]:
@@ -78,7 +78,7 @@ def show(name: str, schedule: str) -> tuple[str, str, float]:
 
 def schedules() -> None:
     rows = [show("mlp", "overlap(MM,fuse(RS-C-AG))"), show("adam", "fuse(RS-C-AG)")]
-    table = Table("program", "schedule", "largest difference on 4 pretended ranks", title="Before and after mean the same")
+    table = Table("program", "schedule", "largest difference on 4 simulated ranks", title="Before and after mean the same")
     for name, schedule, error in rows:
         table.add_row(name, schedule, f"{error:.1e}")
         if error > 1e-4:
@@ -161,13 +161,13 @@ def training() -> None:
     )
     if apart > 1e-3:
         raise SystemExit("the losses differ")
-    table = Table("one step, two processes", "ms", title="weft beside what you would use instead")
+    table = Table("one step, two processes", "ms", title="weft next to what you would use instead")
     for name, ms in got["ms"].items():
         table.add_row(name, f"{ms:.1f}")
     console.print(table)
 
 
-def told() -> None:
+def finished() -> None:
     """What training said of itself, and where to see it."""
     run = load(RUN)
     console.rule("what training saw")
@@ -182,4 +182,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     schedules()
     training()
-    told()
+    finished()

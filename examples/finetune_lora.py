@@ -55,7 +55,7 @@ def settings(folder: str, samples: int) -> Any:
     )  # fmt: skip
 
 
-def told(trainer: Any) -> dict[str, Any]:
+def summary(trainer: Any) -> dict[str, Any]:
     """Losses as they were logged, and the size of what was trained."""
     trained = [p.detach().double().norm().item() for p in trainer.model.parameters() if p.requires_grad]
     return {"losses": [row["loss"] for row in trainer.state.log_history if "loss" in row], "norms": trained}
@@ -69,7 +69,7 @@ def main() -> None:
         trainer = Trainer(model(), settings(folder, 4), collate, Notes(), plan=asked.plan)
         trainer.train()
     if trainer.is_world_process_zero():
-        print(json.dumps(told(trainer)))
+        print(json.dumps(summary(trainer)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Grouped experts: every token visits the experts its router chose, and sums what they say, weighted by the router.
 
-Each expert is a type of vertex, so all tokens of a batch that go to one expert are one product; a `combine` vertex per token
+Each expert is a type of vertex, so all tokens of a batch that go to one expert are one matmul; a `combine` vertex per token
 sums over however many experts it has. The graph is made from the router's choice with a few array operations.
 """
 
@@ -21,9 +21,9 @@ class Expert(nn.Module):
         self.up, self.down = nn.Linear(hidden, inner, bias=False), nn.Linear(inner, hidden, bias=False)
 
     def forward(self, v: dynamic.Vertex) -> None:
-        v.scatter(y=v.pull("gate") * self.says(v.pull("x")))
+        v.scatter(y=v.pull("gate") * self.output(v.pull("x")))
 
-    def says(self, x: Tensor) -> Tensor:
+    def output(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.up(x)))
 
 
@@ -53,7 +53,7 @@ class Experts(nn.Module):
     def alone(self, x: Tensor) -> Tensor:
         """One token in plain torch."""
         gates, chosen = self.route(x)
-        return sum(g * self.experts[int(e)].says(x) for g, e in zip(gates, chosen, strict=True))
+        return sum(g * self.experts[int(e)].output(x) for g, e in zip(gates, chosen, strict=True))
 
 
 def route(chosen: np.ndarray, experts: int) -> dynamic.Structure:

@@ -1,6 +1,6 @@
 """LSTM and GRU over sequences of any length: each step is a vertex with the step before it as its child.
 
-The input products of all steps are one product before the rounds, the weight gradients one product after them.
+The input matmuls of all steps are one matmul before the wavefronts, the weight gradients one matmul after them.
 """
 
 from __future__ import annotations

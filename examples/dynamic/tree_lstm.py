@@ -1,6 +1,6 @@
 """Tree-LSTM, child-sum (any number of children) and N-ary (left and right have weights of their own).
 
-Words sit at the leaves here; a vertex without a word pulls zeros, and weft leaves its input product out.
+Words sit at the leaves here; a vertex without a word pulls zeros, and weft leaves its input matmul out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""weft from nothing: the whole idea in eight short files, to be read in the order in which they are imported here.
+"""weft from nothing: the idea in eight short files, to be read in the order in which they are imported here.
 
 Every value of a program is one global tensor. A layout says how the ranks of a mesh hold it. Computation changes values;
 communication changes layouts and never a value. From these three sentences follow types for parallel programs, a check that
 no schedule can get wrong, ZeRO as three short functions, and a planner that has never heard of Megatron yet finds it.
 
-Left out for brevity, and found in weft: cuts that are uneven or nested, pending maxima, gradients, kernels, real prices.
+Left out for brevity, and found in weft: shardings that are uneven or nested, partial maxima, gradients, kernels, real prices.
 
     python -m examples.small_weft
 """

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from . import Machine, P, Program, cost, mesh, on_one_device, on_pretended_ranks, on_real_ranks, plan, tensor, trace
+from . import Machine, P, Program, cost, mesh, on_one_device, on_real_ranks, on_simulated_ranks, plan, tensor, trace
 from .processes import mesh_of
 from .programs import adam, assert_same, mlp_of, random_inputs, zero1
 
 
 def show(title: str, p: Program) -> None:
-    """Prints a program after checking it: pretended ranks against one device."""
+    """Prints a program after checking it: simulated ranks against one device."""
     values = random_inputs(p)
-    assert_same(on_pretended_ranks(p, values), on_one_device(p, values))
+    assert_same(on_simulated_ranks(p, values), on_one_device(p, values))
     print(f"{title}\n{p}\n")
 
 

@@ -1,4 +1,4 @@
-"""1. Layouts: along each axis of the mesh a value is held in one of three ways, whole, in slices, or as terms of a sum."""
+"""1. Layouts: along each axis of the mesh a value is replicated, sharded, or partial: a sum of which each rank has a term."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class Type:
 
     mesh: Mesh
     shape: tuple[int, ...]
-    held: tuple[tuple[str, Placement], ...]  # every axis, in mesh order
+    placements: tuple[tuple[str, Placement], ...]  # every axis, in mesh order
 
     def __post_init__(self) -> None:
-        cut = [(a, p.dim) for a, p in self.held if p.dim is not None]
-        if len({d for _, d in cut}) < len(cut) or any(d >= len(self.shape) or self.shape[d] % self.mesh.size(a) for a, d in cut):
-            raise Refused(f"{self}: each cut needs a dim of its own that divides evenly")
+        sharded = [(a, p.dim) for a, p in self.placements if p.dim is not None]
+        if len({d for _, d in sharded}) < len(sharded) or any(d >= len(self.shape) or self.shape[d] % self.mesh.size(a) for a, d in sharded):
+            raise Refused(f"{self}: each sharding needs a dim of its own that divides evenly")
 
     def on(self, axis: str) -> Placement:
-        return dict(self.held)[axis]
+        return dict(self.placements)[axis]
 
     def place(self, axis: str, placement: Placement) -> Type:
-        return Type(self.mesh, self.shape, tuple((a, placement if a == axis else p) for a, p in self.held))
+        return Type(self.mesh, self.shape, tuple((a, placement if a == axis else p) for a, p in self.placements))
 
     def dim(self, d: int) -> tuple[int, str | None]:
-        """The size of a dim and the axis that cuts it: two dims are held alike exactly if these are equal."""
-        return self.shape[d], next((a for a, p in self.held if p == S(d)), None)
+        """The size of a dim and the axis that shards it: two dims are laid out the same exactly if these are equal."""
+        return self.shape[d], next((a for a, p in self.placements if p == S(d)), None)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -82,11 +82,11 @@ class Type:
         return tuple(n // (self.mesh.size(axis) if axis else 1) for n, axis in map(self.dim, range(len(self.shape))))
 
     def __str__(self) -> str:
-        return f"{list(self.shape)} " + " ".join(f"{a}:{p}" for a, p in self.held)
+        return f"{list(self.shape)} " + " ".join(f"{a}:{p}" for a, p in self.placements)
 
 
 def tensor(mesh: Mesh, *shape: int, **placements: Placement) -> Type:
-    """`tensor(m, 8, 6, dp=S(0))`: whole along every axis that is not named."""
+    """`tensor(m, 8, 6, dp=S(0))`: replicated along every axis that is not named."""
     return Type(mesh, shape, tuple((axis, placements.get(axis, R)) for axis, _ in mesh.axes))
 
 
@@ -110,11 +110,11 @@ def together(placement: Placement, parts: Sequence[Tensor]) -> Tensor:
     if placement is P:
         return reduce(torch.add, parts)
     for part in parts[1:]:
-        torch.testing.assert_close(part, parts[0])  # whole means: the same on every rank
+        torch.testing.assert_close(part, parts[0])  # replicated means: the same on every rank
     return parts[0]
 
 
-def deal(value: Tensor, type_: Type) -> list[Tensor]:
+def shards_of(value: Tensor, type_: Type) -> list[Tensor]:
     """What every rank of the mesh holds of a global value, in rank order."""
     parts = [value]
     for axis, n in type_.mesh.axes:

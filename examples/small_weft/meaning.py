@@ -1,5 +1,5 @@
 """4. Meaning: a program is walked in three ways that differ only in what `compute` and `communicate` do: on one device, where communication
-is nothing at all; on pretended ranks in this process; and, in `processes`, as one of many real ones.
+is nothing at all; on simulated ranks in this process; and, in `processes`, as one of many real ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .layouts import Mesh, collect, deal, pieces, tensor, together
+from .layouts import Mesh, collect, pieces, shards_of, tensor, together
 from .nodes import INPUT, Node, Program, make
 
 
@@ -37,15 +37,15 @@ def on_one_device(p: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]
     return walk(p, values, compute, lambda node, x: x)
 
 
-def on_pretended_ranks(p: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_simulated_ranks(p: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What all ranks together compute, each seeing only what it holds."""
-    held = {name: deal(values[name], node.type) for name, node in p.inputs.items()}
-    parts = walk(p, held, lambda node, *lists: [compute(node, *xs) for xs in zip(*lists, strict=True)], exchange)
+    locals_ = {name: shards_of(values[name], node.type) for name, node in p.inputs.items()}
+    parts = walk(p, locals_, lambda node, *lists: [compute(node, *xs) for xs in zip(*lists, strict=True)], exchange)
     return {name: collect(parts[name], node.type) for name, node in p.outputs.items()}
 
 
 def exchange(node: Node, parts: list[Tensor]) -> list[Tensor]:
-    """In each group of ranks along the axis: put the value together as it was held, deal it out as it will be."""
+    """In each group of ranks along the axis: put the value together from its old layout, split it into the new one."""
     axis, *dim = node.attrs
     before, after = node.op.moves  # type: ignore[misc]
     out = list(parts)

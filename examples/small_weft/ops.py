@@ -1,6 +1,6 @@
-"""3. Ops from index equations: `i k, k j -> i j` says what a matrix product does to sizes. It also says all there is to know about running
-it in parallel: cut i, and the result is cut along i; cut k, which the result lacks, and each rank has a term of it. One fact is added,
-in which operands the op is linear: there a sum that is still pending may pass through.
+"""3. Ops from index equations: `i k, k j -> i j` says what a matmul does to sizes. It also says all there is to know about running
+it in parallel: shard i, and the result is sharded along i; shard k, which the result lacks, and the result is partial. One fact is added,
+in which operands the op is linear: there a partial sum may pass through.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .nodes import Node, Op
 
 
 def define(name: str, equation: str, run: Callable[..., Tensor], linear: Sequence[set[int]] = ()) -> Op:
-    """`*` in an equation stands for all dims of its operands. `linear` lists sets of operands, the others held fixed."""
+    """`*` in an equation stands for all dims of its operands. `linear` lists sets of operands, the others fixed."""
     left, right = (side.strip() for side in equation.split("->"))
 
     def labels(types: Sequence[Type]) -> tuple[list[list[str]], list[str]]:
@@ -27,41 +27,41 @@ def define(name: str, equation: str, run: Callable[..., Tensor], linear: Sequenc
     def infer(types: Sequence[Type], *attrs: Any) -> Type:
         ins, out = labels(types)
         dims = bind(name, ins, types)
-        held = []
+        placements = []
         for axis, _ in types[0].mesh.axes:
-            cut = [label for label, (_, by) in dims.items() if by == axis]
-            pending = {k for k, t in enumerate(types) if t.on(axis) == P}
-            if len(cut) > 1:
-                raise Refused(f"{name} needs {axis} to cut one label, found {cut}: a rank would see only a diagonal block")
-            if cut and pending:
-                raise Refused(f"{name} needs whole operands beside what {axis} cuts, found a pending sum")
-            if pending and pending not in linear:
-                raise Refused(f"{name} is not linear in what is pending along {axis}: all_reduce it first")
-            held.append((axis, S(out.index(cut[0])) if cut and cut[0] in out else P if cut or pending else R))
-        return Type(types[0].mesh, tuple(dims[x][0] for x in out), tuple(held))
+            sharded = [label for label, (_, by) in dims.items() if by == axis]
+            partial = {k for k, t in enumerate(types) if t.on(axis) == P}
+            if len(sharded) > 1:
+                raise Refused(f"{name} needs {axis} to shard one label, found {sharded}: a rank would see only a diagonal block")
+            if sharded and partial:
+                raise Refused(f"{name} needs replicated operands next to what {axis} shards, found a partial sum")
+            if partial and partial not in linear:
+                raise Refused(f"{name} is not linear in what is partial along {axis}: all_reduce it first")
+            placements.append((axis, S(out.index(sharded[0])) if sharded and sharded[0] in out else P if sharded or partial else R))
+        return Type(types[0].mesh, tuple(dims[x][0] for x in out), tuple(placements))
 
     return Op(name, infer, run, labels)
 
 
 def bind(name: str, ins: list[list[str]], types: Sequence[Type]) -> dict[str, tuple[int, str | None]]:
-    """Each label with its size and the axis that cuts it; all operands must agree."""
+    """Each label with its size and the axis that shards it; all operands must agree."""
     dims: dict[str, tuple[int, str | None]] = {}
     for names, t in zip(ins, types, strict=True):
         if len(names) != len(t.shape):
             raise Refused(f"{name} needs {len(names)} dims, found {t}")
         for d, label in enumerate(names):
             if dims.setdefault(label, t.dim(d)) != t.dim(d):
-                raise Refused(f"{name} needs {label} held alike, found {' and '.join(map(str, types))}")
+                raise Refused(f"{name} needs {label} laid out the same, found {' and '.join(map(str, types))}")
     return dims
 
 
-def product(equation: str, name: str) -> Op:
+def matmul(equation: str, name: str) -> Op:
     return define(name, equation, lambda *xs: torch.einsum(equation.replace(" ", ""), *xs), linear=[{0}, {1}])
 
 
-mm = product("i k, k j -> i j", "mm")
-mm_t = product("i k, j k -> i j", "mm_t")  # x @ y.T
-t_mm = product("k i, k j -> i j", "t_mm")  # x.T @ y
+mm = matmul("i k, k j -> i j", "mm")
+mm_t = matmul("i k, j k -> i j", "mm_t")  # x @ y.T
+t_mm = matmul("k i, k j -> i j", "t_mm")  # x.T @ y
 add = define("add", "*, * -> *", torch.add, linear=[{0, 1}])
 sub = define("sub", "*, * -> *", torch.sub, linear=[{0, 1}])
 mul = define("mul", "*, * -> *", torch.mul, linear=[{0}, {1}])
@@ -94,7 +94,7 @@ slice_ = communication("slice", lambda d: R, S)
 
 
 def bring(x: Node, axis: str, want: Placement) -> Node:
-    """The value held as wanted along the axis, by explicit communication. Nothing makes a value pending again."""
+    """The value laid out as wanted along the axis, by explicit communication. Nothing makes a value partial again."""
     here = x.type.on(axis)
     if here == want:
         return x

@@ -1,4 +1,4 @@
-"""6. A planner: choose how each input is held. For each op try every label on every axis, bring the operands there by explicit
+"""6. A planner: choose the layout of each input. For each op try every label on every axis, bring the operands there by explicit
 communication, and keep what costs least. It knows equations and prices; it does not know the name of any kind of parallelism.
 """
 
@@ -50,7 +50,7 @@ def stored(p: Program) -> int:
 
 
 def place(p: Program, layouts: Mapping[str, Type], machine: Machine) -> Program:
-    """A program for one device, with its inputs held as told; what goes back into an input is held as that input is."""
+    """A program for one device, with the given layouts of its inputs; what goes back into an input has the layout of that input."""
 
     def change(node: Node, args: tuple[Node, ...]) -> Node:
         if node.op is INPUT:
@@ -63,13 +63,13 @@ def place(p: Program, layouts: Mapping[str, Type], machine: Machine) -> Program:
 
 
 def settle(x: Node, want: Type) -> Node:
-    for axis, placement in want.held:
+    for axis, placement in want.placements:
         x = bring(x, axis, placement)
     return x
 
 
 def ways(node: Node, args: tuple[Node, ...]) -> Iterator[Node]:
-    """Every way to run the op: along each axis the operands as they are, or whole, or cut along one label."""
+    """Every way to run the op: along each axis the operands as they are, or replicated, or sharded along one label."""
     ins, _ = node.op.labels([a.type for a in args])  # type: ignore[misc]
     axes = [a for a, _ in node.type.mesh.axes]
     options = [None, R, *dict.fromkeys(itertools.chain.from_iterable(ins))]
@@ -88,8 +88,8 @@ def moved(x: Node, names: list[str], axes: list[str], choice: Iterable[Any]) -> 
 
 
 def price(node: Node, known: set[Node], machine: Machine) -> float:
-    """Of the op and all that was done to its operands; a sum left pending will have to be paid by somebody."""
-    owed = sum(seconds(all_reduce(node, axis), machine) for axis, p in node.type.held if p == P)
+    """Of the op and all that was done to its operands; a partial sum will have to be paid by somebody."""
+    owed = sum(seconds(all_reduce(node, axis), machine) for axis, p in node.type.placements if p == P)
     return sum(seconds(n, machine) for n in needed([node]) if n not in known) + owed
 
 
@@ -104,7 +104,7 @@ def plan(p: Program, machine: Machine) -> Program:
 
 
 def placements(t: Type) -> Iterator[Type]:
-    """Every way to hold an input: along each axis whole, or cut along a dim that divides."""
+    """Every layout of an input: along each axis replicated, or sharded along a dim that divides."""
     for choice in itertools.product([R, *map(S, range(len(t.shape)))], repeat=len(t.mesh.axes)):
         try:
             yield Type(t.mesh, t.shape, tuple((a, c) for (a, _), c in zip(t.mesh.axes, choice, strict=True)))

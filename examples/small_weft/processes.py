@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from .layouts import Mesh, collect, deal
+from .layouts import Mesh, collect, shards_of
 from .meaning import compute, groups, walk
 from .nodes import Node, Program
 from .ops import all_gather, reduce_scatter, slice_
@@ -19,11 +19,11 @@ from .ops import all_gather, reduce_scatter, slice_
 
 def on_real_ranks(p: Program, values: Mapping[str, Tensor], steps: int = 1) -> dict[str, Tensor]:
     """Each rank is a process that is given its own part, runs some steps, and hands its part of the outputs back."""
-    held = {name: deal(values[name], node.type) for name, node in p.inputs.items()}
+    locals_ = {name: shards_of(values[name], node.type) for name, node in p.inputs.items()}
     context = mp.get_context("fork")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank_main, args=(r, p, held, steps, folder, answers), daemon=True) for r in range(mesh_of(p).ranks)]
+        ranks = [context.Process(target=rank_main, args=(r, p, locals_, steps, folder, answers), daemon=True) for r in range(mesh_of(p).ranks)]
         for process in ranks:
             process.start()
         said = dict(answers.get(timeout=100) for _ in ranks)
@@ -36,13 +36,13 @@ def mesh_of(p: Program) -> Mesh:
     return next(iter(p.outputs.values())).type.mesh
 
 
-def rank_main(rank: int, p: Program, held: Mapping[str, list[Tensor]], steps: int, folder: str, answers: Any) -> None:
+def rank_main(rank: int, p: Program, locals_: Mapping[str, list[Tensor]], steps: int, folder: str, answers: Any) -> None:
     torch.set_num_threads(1)  # the parent's threads were not forked with it
     m = mesh_of(p)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=m.ranks)
     along = {axis: [(g, dist.new_group(g)) for g in groups(m, axis)] for axis, _ in m.axes}
     mine = {axis: next((g.index(rank), group) for g, group in found if rank in g) for axis, found in along.items()}
-    values = {name: parts[rank] for name, parts in held.items()}
+    values = {name: parts[rank] for name, parts in locals_.items()}
     for _ in range(steps):
         out = walk(p, values, compute, lambda node, x: collective(node, x, *mine[node.attrs[0]]))
         values |= {name: x for name, x in out.items() if name in values}

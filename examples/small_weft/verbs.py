@@ -61,7 +61,7 @@ def on_slices(op: Op, args: tuple[Node, ...], attrs: tuple[Any, ...], axis: str,
 
 
 def taken(x: Node, axis: str, dim: int) -> Node:
-    """The slice of a whole value, cut as early as can be: before its gather, before the op that made it, or here."""
+    """The slice of a full value, taken as early as can be: before its gather, before the op that made it, or here."""
     if x.op is all_gather and x.attrs == (axis, dim):
         return x.args[0]
     if x.op.labels:

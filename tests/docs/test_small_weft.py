@@ -34,13 +34,13 @@ def test_every_op_computes_its_global_value_in_every_layout_it_accepts(name):
         except w.Refused:
             continue
         values = {f"x{i}": torch.rand(t.shape, dtype=torch.float64) + 0.5 for i, t in enumerate(types)}
-        torch.testing.assert_close(w.on_pretended_ranks(p, values), w.on_one_device(p, values))
+        torch.testing.assert_close(w.on_simulated_ranks(p, values), w.on_one_device(p, values))
         accepted += 1
     assert accepted >= 7
 
 
 def test_a_sum_may_not_wait_past_what_is_not_linear():
-    with pytest.raises(w.Refused, match="relu is not linear in what is pending along a: all_reduce it first"):
+    with pytest.raises(w.Refused, match="relu is not linear in what is partial along a: all_reduce it first"):
         w.relu(w.INPUT("x", w.tensor(MESH, 4, a=w.P)))
 
 
@@ -57,7 +57,7 @@ def test_three_verbs_make_zero1():
     assert [n.op.name for n in q.nodes if n.op.moves] == ["slice", "reduce_scatter", "all_gather"]
     assert {k: str(n.type.on("dp")) for k, n in q.inputs.items()} == {"x": "R", "m": "S(0)", "g": "P", "v": "S(0)"}
     values = w.random_inputs(p)
-    torch.testing.assert_close(w.on_pretended_ranks(q, values), w.on_one_device(p, values))
+    torch.testing.assert_close(w.on_simulated_ranks(q, values), w.on_one_device(p, values))
 
 
 def test_state_that_is_read_whole_is_not_sharded():

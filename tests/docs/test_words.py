@@ -80,7 +80,7 @@ def test_help_speaks_no_dialect() -> None:
         assert not found, f"weft {name}: " + "\n".join(found)
 
 
-ROOMS = sorted(p for p in [*(ROOT / "weft").iterdir(), ROOT / "weft_zoo"] if p.is_dir())
+ROOMS = sorted(p for p in [*(ROOT / "weft").iterdir(), ROOT / "weft_zoo", ROOT / "examples"] if p.is_dir())
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=[p.name for p in ROOMS])
