@@ -18,7 +18,7 @@ from weft.core.node import Node, Type
 from weft.core.program import Program
 from weft.ops.comm import REDUCE
 from weft.ops.registry import Kind, Local
-from weft.ops.shape import together
+from weft.ops.shape import optimization_barrier
 
 Value = Any  # a tensor, or a tuple of them
 PRIME = 2**31 - 1
@@ -96,7 +96,7 @@ def _compute(node: Node, args: list[list[Value]], prime: int | None) -> list[Val
 
 
 def _on_rank(node: Node, at: Mapping[str, int], args: list[Value], prime: int | None) -> Value:
-    if node.op is together:  # each value has its own ranks
+    if node.op is optimization_barrier:  # each value has its own ranks
         return tuple(args)
     if not node.types[0].layout.present(at) or any(a is None for a in args):
         return None

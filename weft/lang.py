@@ -130,13 +130,13 @@ def send(x: Any, axis: str, to: int) -> Any:
     return _comm.send(x, axis=axis, to=to)
 
 
-reshard, settle = _comm.reshard, _comm.all_reduce_partials
+reshard, all_reduce_partials = _comm.reshard, _comm.all_reduce_partials
 
 __all__ = [
-    "Layout", "Linear", "TensorSpec", "abs", "all_gather", "all_reduce", "all_to_all", "amax", "amin", "attention", "bf16",
+    "Layout", "Linear", "TensorSpec", "abs", "all_gather", "all_reduce", "all_reduce_partials", "all_to_all", "amax", "amin", "attention", "bf16",
     "broadcast", "cast", "clamp", "concat", "cos", "cross_entropy", "define", "dropout", "einsum", "embedding", "eq", "erf", "exp",
     "expand", "f32", "f64", "floor", "gelu", "grad", "i64", "isfinite", "layer_norm", "log", "log_softmax", "logical_and",
     "logical_not", "logical_or", "matmul", "maximum", "mean", "minimum", "narrow", "ne", "norm", "pad", "parse", "permute", "reduce",
-    "reduce_scatter", "relu", "reshape", "reshard", "rms_norm", "rsqrt", "send", "settle", "sigmoid", "sign", "silu", "sin", "slice",
+    "reduce_scatter", "relu", "reshape", "reshard", "rms_norm", "rsqrt", "send", "sigmoid", "sign", "silu", "sin", "slice",
     "softmax", "sqrt", "square", "sum", "tanh", "tensor", "transpose", "vjp", "where",
 ]  # fmt: skip

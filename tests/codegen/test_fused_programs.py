@@ -36,7 +36,7 @@ def along_the_middle(g: Any, b: Any, r: Any, seed: Any) -> Any:
 def normalised(g: Any, w: Any) -> Any:
     """A total of a tensor whose slice is many runs of memory."""
     s = weft.reduce_scatter(g, "tp", 1)
-    size = weft.sqrt(weft.settle(weft.sum(s * s)))
+    size = weft.sqrt(weft.all_reduce_partials(weft.sum(s * s)))
     return {"y": weft.all_gather(s / size * weft.slice(w, "tp", 1), "tp"), "s": s}
 
 
@@ -52,13 +52,13 @@ def one_shot(g: Any, x: Any, b: Any) -> Any:
 
 def most(g: Any) -> Any:
     s = weft.reduce_scatter(g, "tp", 0)
-    return s / weft.settle(weft.amax(weft.abs(s)))
+    return s / weft.all_reduce_partials(weft.amax(weft.abs(s)))
 
 
 def with_its_norm(g: Any, lr: Any) -> Any:
     """A number that leaves the kernel, and one that only a number needs."""
     s = weft.reduce_scatter(g, "tp", 0)
-    size, most_ = weft.settle(weft.sum(s * s)), weft.settle(weft.amax(s))
+    size, most_ = weft.all_reduce_partials(weft.sum(s * s)), weft.all_reduce_partials(weft.amax(s))
     return {"y": s * lr, "norm": weft.sqrt(size), "scaled": most_ * lr}
 
 

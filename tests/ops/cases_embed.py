@@ -44,7 +44,7 @@ def _embed_padded(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 _SOURCES = [
     case(
         "arange",
-        lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", cuts=fill.shardings_of(x)),
+        lambda x: x + fill.arange(5, x.mesh, start=2, step=3, dtype="f64", shards=fill.shardings_of(x)),
         lambda x: x + torch.arange(2, 17, 3).double(),
         normal(5),
         local=True,

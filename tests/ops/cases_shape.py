@@ -31,7 +31,7 @@ CASES = [
         "concat of three", lambda *xs: sh.concat(xs, 1), lambda *xs: torch.cat(xs, 1),
         normal(4, 3), normal(4, 2), normal(4, 4), inner=False,
     ),
-    case("together", sh.together, lambda x, y: (x.clone(), y.clone()), normal(3), normal(4)),
+    case("optimization_barrier", sh.optimization_barrier, lambda x, y: (x.clone(), y.clone()), normal(3), normal(4)),
     case("pad", lambda x: sh.pad(x, 0, 1, 2), lambda x: F.pad(x, [0, 0, 1, 2]), normal(3, 4)),
     case("pad of signs", lambda x: sh.pad(x, 1, 0, 1), lambda x: F.pad(x, [0, 1]), distinct(3, 5)),
 ]  # fmt: skip

@@ -98,7 +98,7 @@ def test_ties_go_where_torchs_go() -> None:
 def test_sources_print_and_parse_back() -> None:
     def fn(x: Any) -> Any:
         low = fill.full(x.shape, -math.inf, x.mesh, x.dtype, fill.shardings_of(x))
-        return weft.ops.pointwise.maximum(low, x) * fill.arange(5, x.mesh, dtype="f64", cuts=(("a", 0, None),))
+        return weft.ops.pointwise.maximum(low, x) * fill.arange(5, x.mesh, dtype="f64", shards=(("a", 0, None),))
 
     p = trace(fn, MESH, x=f64(5, a=S(0)))
     assert parse(p.text).text == p.text
@@ -110,7 +110,7 @@ def test_sources_print_and_parse_back() -> None:
 def test_sources_are_made_slice_by_slice(size: int) -> None:
     """Uneven and empty slices among them."""
     mesh = Mesh(a=2, b=3)
-    p = trace(lambda x: fill.arange(size, mesh, start=1, step=2, cuts=(("a", 0, None), ("b", 0, None))), mesh, x=f64())
+    p = trace(lambda x: fill.arange(size, mesh, start=1, step=2, shards=(("a", 0, None), ("b", 0, None))), mesh, x=f64())
     got = interp.run_ranks(p, {"x": [torch.zeros((), dtype=torch.float64)] * 6})["out"]
     assert torch.cat(got).tolist() == list(range(1, 1 + 2 * size, 2))
 

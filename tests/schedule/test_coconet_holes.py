@@ -19,7 +19,7 @@ from weft.ops import comm
 from weft.ops.linalg import einsum
 from weft.ops.pointwise import dropout, relu, sqrt, square, tanh, where
 from weft.ops.reduce import sum_
-from weft.schedule import cut, delay, drop_dead, fuse, overlap, shard_state, sink, split
+from weft.schedule import delay, drop_dead, fuse, overlap, shard, shard_state, sink, split
 from weft.testing.same import assert_same_meaning
 from weft.testing.values import draw_inputs
 
@@ -309,7 +309,7 @@ def test_state_may_not_change_its_layout_on_the_way() -> None:
 
 
 def test_what_is_dead_is_dropped() -> None:
-    p = cut(momentum(), "w", axis="dp", dim=0)
+    p = shard(momentum(), "w", axis="dp", dim=0)
     assert len(p.find_all("all_gather")) == len(p.find_all("slice")) == 1
     q = drop_dead(p)
     assert q.find_all("all_gather") == q.find_all("slice") == []

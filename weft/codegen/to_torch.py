@@ -386,7 +386,7 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "expand": lambda w, n, a: f"{a[0]}.expand({n.types[0].layout.local_shape(w.at)})",
     "permute": lambda w, n, a: f"{a[0]}.permute({n.attr('order')})",
     "item": lambda w, n, a: f"{a[0]}[{n.attr('index')}]",
-    "together": lambda w, n, a: f"quick.again(({', '.join(a)},))",
+    "optimization_barrier": lambda w, n, a: f"quick.again(({', '.join(a)},))",
     "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
     "const": lambda w, n, a: _number(n),
     "neg": lambda w, n, a: f"-{a[0]}",

@@ -68,7 +68,7 @@ def _on_rank(f: VertexProgram, n: Node, args: tuple[Node, ...]) -> Node:
         return input_node(n.attr("name"), Type(n.dtype, Layout.of(Mesh(), shape)), n.role)
     if n.op.kind is Kind.COMM:
         return collective.exchange(args[0], key=collective.key(n, at, f.groups), shape=shape)  # type: ignore[no-any-return]
-    own = {"shape": shape, "mesh": Mesh().key, "cuts": ()}
+    own = {"shape": shape, "mesh": Mesh().key, "shards": ()}
     sharded = any(t.layout.local_shape(at) != t.shape for x in (n, *n.args) for t in x.types)
     plain = n.op.name in ("reshape", "expand", "full", "dropout") or (len(n.args) > 1 and by_edge(n))
     if n.op.local is not None and sharded and not plain:
@@ -289,7 +289,7 @@ def _put(node: Node, args: Sequence[Any], shape: Any) -> Any:
     x, index, dim, rows = args[0], args[1], node.attr("dim"), node.args[2]
     if by_edge(node):
         return ops.segment_sum(x, index, shape[0])
-    if rows.op.name != "arange" or rows.attr("start") or rows.attr("step") != 1 or rows.attr("cuts"):
+    if rows.op.name != "arange" or rows.attr("start") or rows.attr("step") != 1 or rows.attr("shards"):
         return NotImplemented
     x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
     return x.new_zeros(*x.shape[:dim], shape[dim], *x.shape[dim + 1 :]).index_add(dim, index.reshape(-1), x)

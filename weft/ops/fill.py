@@ -17,7 +17,7 @@ from weft.ops.pointwise import cast, elementwise, eq, fit
 from weft.ops.registry import Kind, Linear, Local, Types, define
 from weft.ops.shape import one_dim, reshape
 
-Cuts: TypeAlias = tuple[tuple[str, int, Within], ...]
+Shards: TypeAlias = tuple[tuple[str, int, Within], ...]
 
 
 _AS_CUT: ContextVar[bool] = ContextVar("as_cut", default=False)
@@ -40,7 +40,7 @@ def is_sharded(x: Node, dim: int) -> bool:
     return _AS_CUT.get() or any(atom.cut for atom in x.layout.dims[dim])
 
 
-def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
+def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Shards:
     """How (some) dims of a value are sharded, as (axis, dim, within)."""
     wanted = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
     places = [(axis, x.type.on(axis)) for axis in x.mesh.axes]
@@ -49,7 +49,7 @@ def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Cuts:
 
 def _layout_of(shape: tuple[int, ...], attrs: Attrs) -> Type:
     layout = Layout.of(Mesh(**dict(attrs["mesh"])), shape)
-    for axis, dim, within in attrs.get("cuts", ()):
+    for axis, dim, within in attrs.get("shards", ()):
         layout = layout.cut(axis, dim, within)
     return Type(dtype_of(attrs["dtype"]), layout)
 
@@ -58,7 +58,7 @@ def _source_normal(attrs: Attrs) -> Attrs:
     """Names and plain tuples only, so that the node prints and parses back."""
     mesh = attrs["mesh"]
     out = {**attrs, "dtype": DTYPE_NAMES[dtype_of(attrs["dtype"])], "mesh": mesh.key if isinstance(mesh, Mesh) else mesh}
-    return {k: v for k, v in out.items() if k != "cuts" or v}
+    return {k: v for k, v in out.items() if k != "shards" or v}
 
 
 # -- full ----------------------------------------------------------------------------------------------------------------------
@@ -78,16 +78,16 @@ full_op = define(
     "full",
     kind=Kind.SOURCE,
     infer=lambda types, attrs: _layout_of(attrs["shape"], attrs),
-    run=lambda shape, value, dtype, mesh, cuts=(): _filled(shape, value, dtype),
-    local=lambda ctx, shape, value, dtype, mesh, cuts=(): _filled(ctx.out_shape(), value, dtype),
+    run=lambda shape, value, dtype, mesh, shards=(): _filled(shape, value, dtype),
+    local=lambda ctx, shape, value, dtype, mesh, shards=(): _filled(ctx.out_shape(), value, dtype),
     vjp=lambda n, ct: (),
     normal=_full_normal,
 )
 
 
-def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtype = "f32", cuts: Cuts = ()) -> Any:
+def full(shape: Iterable[int], value: float, mesh: Mesh, dtype: str | torch.dtype = "f32", shards: Shards = ()) -> Any:
     """One number everywhere."""
-    return full_op(shape=tuple(shape), value=value, dtype=dtype, mesh=mesh, cuts=cuts)
+    return full_op(shape=tuple(shape), value=value, dtype=dtype, mesh=mesh, shards=shards)
 
 
 def zeros_like(x: Any) -> Any:
@@ -109,7 +109,7 @@ def _steps(at: torch.Tensor, start: float, step: float, dtype: str) -> torch.Ten
     return ((at.double() if fine else at) * step + start).to(dtype_of(dtype))
 
 
-def _arange_local(ctx: Local, size: int, start: float, step: float, dtype: str, mesh: Any, cuts: Cuts = ()) -> torch.Tensor:
+def _arange_local(ctx: Local, size: int, start: float, step: float, dtype: str, mesh: Any, shards: Shards = ()) -> torch.Tensor:
     return _steps(ctx.out_positions(0), start, step, dtype)
 
 
@@ -117,27 +117,27 @@ arange_op = define(
     "arange",
     kind=Kind.SOURCE,
     infer=_arange_infer,
-    run=lambda size, start, step, dtype, mesh, cuts=(): _steps(torch.arange(size), start, step, dtype),
+    run=lambda size, start, step, dtype, mesh, shards=(): _steps(torch.arange(size), start, step, dtype),
     local=_arange_local,
     vjp=lambda n, ct: (),
     normal=_source_normal,
 )
 
 
-def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
+def arange(size: int, mesh: Mesh, *, start: float = 0, step: float = 1, dtype: str | torch.dtype = "i64", shards: Shards = ()) -> Any:
     """start, start + step, ...: `size` numbers, each rank making those it holds."""
-    return arange_op(size=size, start=start, step=step, dtype=dtype, mesh=mesh, cuts=cuts)
+    return arange_op(size=size, start=start, step=step, dtype=dtype, mesh=mesh, shards=shards)
 
 
 def indices(x: Any, dim: int) -> Any:
     """The indices of a dim, laid out as the dim is."""
     dim = one_dim(dim, x.ndim)
-    return arange(x.shape[dim], x.mesh, cuts=tuple((axis, 0, within) for axis, _, within in shardings_of(x, [dim])))
+    return arange(x.shape[dim], x.mesh, shards=tuple((axis, 0, within) for axis, _, within in shardings_of(x, [dim])))
 
 
-def one_hot(index: Any, size: int, dtype: str | torch.dtype = "i64", cuts: Cuts = ()) -> Any:
-    """A new last dim of `size` with 1 at the index; `cuts` (axis, 0, within) of it cost nothing."""
-    hit = eq(reshape(index, (*index.shape, 1)), arange(size, index.mesh, dtype=index.dtype, cuts=cuts))
+def one_hot(index: Any, size: int, dtype: str | torch.dtype = "i64", shards: Shards = ()) -> Any:
+    """A new last dim of `size` with 1 at the index; `shards` (axis, 0, within) of it cost nothing."""
+    hit = eq(reshape(index, (*index.shape, 1)), arange(size, index.mesh, dtype=index.dtype, shards=shards))
     return cast(hit, dtype=dtype)
 
 
@@ -198,5 +198,5 @@ overwritten = define(
 )
 
 __all__ = [
-    "Cuts", "arange", "full", "indices", "is_sharded", "one_dim", "one_hot", "overwritten", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like",
+    "Shards", "arange", "full", "indices", "is_sharded", "one_dim", "one_hot", "overwritten", "scale_gradient", "shardings_of", "stop_gradient", "zeros_like",
 ]  # fmt: skip

@@ -142,7 +142,7 @@ def spread(ct: Node, like: Node) -> Node:
     """A cotangent that is one number, as a tensor of its dtype: generated code would lose that."""
     if not ct.op.is_number or not like.ndim:
         return ct
-    return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape, cuts=())  # type: ignore[no-any-return]
+    return op_named("expand")(op_named("reshape")(ct, shape=(1,) * like.ndim), shape=like.shape, shards=())  # type: ignore[no-any-return]
 
 
 def keep(ct: Node, here: Node) -> Node:

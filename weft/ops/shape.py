@@ -31,8 +31,8 @@ item = define(
     is_item=True,
 )
 
-together = define(
-    "together",
+optimization_barrier = define(
+    "optimization_barrier",
     kind=Kind.VIEW,
     infer=lambda types, attrs: types,
     run=lambda *xs: xs,
@@ -134,7 +134,7 @@ def _expand_infer(types: Types, attrs: Attrs) -> Type:
         )
     dims = tuple((Atom(shape[d]),) if d in repeated else dim for d, dim in enumerate(t.layout.dims))
     layout = Layout(t.mesh, dims, t.layout.held)
-    for axis, dim, within in attrs["cuts"]:
+    for axis, dim, within in attrs["shards"]:
         if t.shape[dim] == shape[dim] or not isinstance(t.on(axis), Replicated):
             raise TypeMismatch(
                 f"expand cannot shard dim {dim} along {axis}",
@@ -156,22 +156,22 @@ expand_op = define(
     "expand",
     kind=Kind.VIEW,
     infer=_expand_infer,
-    run=lambda x, shape, cuts: x.expand(shape),
-    local=lambda ctx, x, shape, cuts: x.expand(ctx.out_shape()),
+    run=lambda x, shape, shards: x.expand(shape),
+    local=lambda ctx, x, shape, shards: x.expand(ctx.out_shape()),
     linear=Linear.FIRST,
     monotone=FIRST,
     vjp=_expand_vjp,
-    field=lambda p, x, shape, cuts: x.expand(shape),
+    field=lambda p, x, shape, shards: x.expand(shape),
 )
 
 
-def expand(x: Any, shape: Any, cuts: Any = ()) -> Any:
-    """Dims of size 1 repeated to `shape`; `cuts` are (axis, dim, within) of repeated dims."""
+def expand(x: Any, shape: Any, shards: Any = ()) -> Any:
+    """Dims of size 1 repeated to `shape`; `shards` are (axis, dim, within) of repeated dims."""
     shape = tuple(shape)
     extra = len(shape) - x.ndim
     if extra:
         x = reshape(x, (1,) * extra + tuple(x.shape))
-    return x if shape == tuple(x.shape) else expand_op(x, shape=shape, cuts=tuple(cuts))
+    return x if shape == tuple(x.shape) else expand_op(x, shape=shape, shards=tuple(shards))
 
 
 def expand_like(x: Any, like: Any) -> Any:

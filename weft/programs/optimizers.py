@@ -63,14 +63,14 @@ def lamb(g: Any, x: Any, m: Any, v: Any, t: Any, lr: Any, h: Hyper) -> tuple[Any
 
 def clipped(grads: Sequence[Any], bound: Any) -> list[Any]:
     """The gradients scaled so that their global norm is at most the bound, as torch.nn.utils.clip_grad_norm_ does."""
-    total = w.sqrt(builtins.sum([w.settle(w.sum(g * g)) for g in grads[1:]], start=w.settle(w.sum(grads[0] * grads[0]))))
+    total = w.sqrt(builtins.sum([w.all_reduce_partials(w.sum(g * g)) for g in grads[1:]], start=w.all_reduce_partials(w.sum(grads[0] * grads[0]))))
     factor = w.minimum(bound / (total + 1e-6), total * 0.0 + 1.0)
     return [g * factor for g in grads]
 
 
 def all_finite(grads: Sequence[Any]) -> Any:
     """1 where every gradient is finite, else 0."""
-    flags = [w.settle(w.amin(w.cast(w.isfinite(g), "f32"))) for g in grads]
+    flags = [w.all_reduce_partials(w.amin(w.cast(w.isfinite(g), "f32"))) for g in grads]
     out = flags[0]
     for f in flags[1:]:
         out = w.minimum(out, f)

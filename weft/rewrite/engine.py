@@ -142,7 +142,7 @@ def _built(program: Program, expr: Any, bound: Bindings, made: dict[int, Node], 
 # -- erasure ---------------------------------------------------------------------------------------------------------------------
 
 _ALONE = Mesh()
-LAYOUT_ATTRS = {"cuts": ()}
+LAYOUT_ATTRS = {"shards": ()}
 
 
 def erase(program: Program) -> dict[str, Node]:
@@ -168,7 +168,7 @@ def _erased(node: Node, args: list[Node]) -> Node:
     if node.op.is_input:
         return make(node.op, (), {"name": node.attr("name"), "dtype": DTYPE_NAMES[node.dtype], "layout": Layout.of(_ALONE, node.shape)})
     if kind == "COMM":
-        return args[0] if len(args) == 1 else make(op_named("together"), tuple(args), {})
+        return args[0] if len(args) == 1 else make(op_named("optimization_barrier"), tuple(args), {})
     if node.op.is_item and args[0].op.is_tuple:
         return args[0].args[int(node.attr("index"))]
     if node.op.erased is not None:

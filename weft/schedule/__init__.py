@@ -2,23 +2,23 @@
 
 from weft.schedule.groups import fuse, overlap
 from weft.schedule.moves import delay, hoist, sink
-from weft.schedule.parallel import cut, turn
+from weft.schedule.parallel import redistribute, shard
 from weft.schedule.state import drop_dead, shard_state
 from weft.schedule.verbs import bucket, by_hierarchy, merge, split, undo
 
 __all__ = [
     "bucket",
     "by_hierarchy",
-    "cut",
     "delay",
     "drop_dead",
     "fuse",
     "hoist",
     "merge",
     "overlap",
+    "redistribute",
+    "shard",
     "shard_state",
     "sink",
     "split",
-    "turn",
     "undo",
 ]

@@ -13,7 +13,7 @@ from weft.ops.comm import all_gather, slice_
 from weft.ops.registry import Kind
 from weft.schedule.groups import FUSIBLE, fuse, is_scalar, overlap, with_inner
 from weft.schedule.moves import hoist, sink
-from weft.schedule.parallel import cut, turn
+from weft.schedule.parallel import redistribute, shard
 from weft.schedule.state import drop_dead, shard_state
 from weft.schedule.verbs import merge, split, undo
 
@@ -92,13 +92,13 @@ def megatron(p: Program, *weights: str, axis: str = "tp") -> Program:
     """
     for name in weights:
         if not any(u.op is slice_ for u in p.users[p.input_names[name]]):
-            p = cut(p, name, axis=axis, dim=p.input_names[name].ndim - 1)
+            p = shard(p, name, axis=axis, dim=p.input_names[name].ndim - 1)
             p = slice_early(sink(p, _gather_of(p, name), summing=True))
     return shard_state(p, *weights)
 
 
 def _gather_of(p: Program, name: str) -> Node:
-    """The gather that `cut` has put behind an input."""
+    """The gather that `shard` has put behind an input."""
     slices = [s for s in p.users[p.input_names[name]] if s.op is slice_]
     return next(g for s in slices for g in p.users[s] if g.op is all_gather)
 
@@ -113,7 +113,7 @@ def sequence_parallel(p: Program, axis: str = "tp", dim: int = 1) -> Program:
 
 def ring_attention(p: Program, x: str, axis: str = "cp", dim: int = 1) -> Program:
     """Context parallelism by ring: queries stay sharded along the sequence; keys and values are gathered chunk by chunk under the attention."""
-    p = cut(p, x, axis=axis, dim=dim)
+    p = shard(p, x, axis=axis, dim=dim)
     p = sink(p, _gather_of(p, x))
     for k in range(len(p.find_all("attention"))):
         gathers = _gathered(p, p.find_all("attention")[k], axis)
@@ -142,17 +142,17 @@ def gathered_dim(gather: Node, axis: str) -> int:
 
 def all_to_all_attention(p: Program, x: str, axis: str = "cp", dim: int = 1, head_dim: int = 1) -> Program:
     """Context parallelism by all_to_all: from slices of the sequence to slices of the heads, and back after the attention."""
-    p = cut(p, x, axis=axis, dim=dim)
+    p = shard(p, x, axis=axis, dim=dim)
     p = sink(p, _gather_of(p, x), past=[n for n in p.nodes if n.op is not attention_op])
     for k in range(len(p.find_all("attention"))):
         gathers = _gathered(p, p.find_all("attention")[k], axis)
         seq = gathered_dim(gathers[0], axis)
         for gather in gathers:
-            p = turn(p, gather, dim=head_dim)
+            p = redistribute(p, gather, dim=head_dim)
         att = p.find_all("attention")[k]
         p = sink(p, _gathered(p, att, axis)[0], past=att)
         result = next(g for i in p.users[p.find_all("attention")[k]] for g in p.users[i] if g.op is all_gather)
-        p = turn(p, result, dim=seq)
+        p = redistribute(p, result, dim=seq)
         p = sink(p, p.moved[result])
     return tidy(shard_state(slice_early(p), x))
 

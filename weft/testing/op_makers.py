@@ -197,10 +197,10 @@ def _pad(m: Maker) -> Any:
     return m.emit(lambda v: pad(v, d, before, after), x)
 
 
-@makes("together", "item")
+@makes("optimization_barrier", "item")
 def _together(m: Maker) -> Any:
     x = m.some()
-    return m.emit(op_named("together"), x, m.some())
+    return m.emit(op_named("optimization_barrier"), x, m.some())
 
 
 @makes("full")
@@ -213,7 +213,7 @@ def _full(m: Maker) -> Any:
 def _arange(m: Maker) -> Any:
     like = m.some(1, 1)
     start, step, dtype = m.rng.randint(0, 3), m.rng.choice((1, 2)), m.rng.choice(("i64", "f64"))
-    return m.make(lambda: arange(like.shape[0], m.mesh, start=start, step=step, dtype=dtype, cuts=shardings_of(like)))
+    return m.make(lambda: arange(like.shape[0], m.mesh, start=start, step=step, dtype=dtype, shards=shardings_of(like)))
 
 
 @makes("input")

@@ -137,19 +137,19 @@ def _by_hierarchy(s: Scene) -> Step | None:
     return None if n is None else s.step("by_hierarchy", n, inside=s.rng.choice((n.attr("axis"), n.args[0].attr("axis"))), dim=s.dim(n))
 
 
-def _cut(s: Scene) -> Step | None:
+def _shard(s: Scene) -> Step | None:
     nodes = [n for n in s.names if len(n.types) == 1 and n.ndim and any(isinstance(n.type.on(a), Replicated) for a in s.p.mesh.axes)]
     if not nodes:
         return None
     n = s.rng.choice(nodes)
     axes = [a for a in s.p.mesh.axes if isinstance(n.type.on(a), Replicated)]
     within = s.rng.choice((None, None, None, 1, 2))
-    return s.step("cut", n, axis=s.rng.choice(axes), dim=s.dim(n), **({} if within is None else {"within": within}))
+    return s.step("shard", n, axis=s.rng.choice(axes), dim=s.dim(n), **({} if within is None else {"within": within}))
 
 
-def _turn(s: Scene) -> Step | None:
+def _redistribute(s: Scene) -> Step | None:
     n = s.one("all_gather")
-    return None if n is None or n.ndim < 2 else s.step("turn", n, dim=s.dim(n))
+    return None if n is None or n.ndim < 2 else s.step("redistribute", n, dim=s.dim(n))
 
 
 def _fuse(s: Scene) -> Step | None:
@@ -190,7 +190,7 @@ def _undo(s: Scene) -> Step | None:
 
 PROPOSALS: dict[str, Proposal] = {
     "split": _split, "sink": _sink, "hoist": _hoist, "delay": _delay, "shard_state": _shard_state, "drop_dead": _drop_dead, "merge": _merge,
-    "bucket": _bucket, "by_hierarchy": _by_hierarchy, "cut": _cut, "turn": _turn, "fuse": _fuse, "overlap": _overlap, "undo": _undo,
+    "bucket": _bucket, "by_hierarchy": _by_hierarchy, "shard": _shard, "redistribute": _redistribute, "fuse": _fuse, "overlap": _overlap, "undo": _undo,
 }  # fmt: skip
 
 
@@ -202,8 +202,8 @@ def weights(p: Program) -> dict[str, float]:
     twice = any(n.args[0].op is all_reduce for n in sums)
     return {
         "split": 2.0 if sums else 0, "delay": 2.0 if sums else 0.3, "bucket": 2.0 if len(sums) > 1 else 0,
-        "by_hierarchy": 6.0 if twice else 0, "sink": 3.0 if gathers else 0.5, "turn": 1.5 if gathers else 0, "hoist": 1.5,
-        "shard_state": 8.0 if ready else 0.2, "merge": 1.5, "cut": 1.0, "fuse": 1.0, "overlap": 1.0, "drop_dead": 0.5, "undo": 0.2,
+        "by_hierarchy": 6.0 if twice else 0, "sink": 3.0 if gathers else 0.5, "redistribute": 1.5 if gathers else 0, "hoist": 1.5,
+        "shard_state": 8.0 if ready else 0.2, "merge": 1.5, "shard": 1.0, "fuse": 1.0, "overlap": 1.0, "drop_dead": 0.5, "undo": 0.2,
     }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def shared(n: Node, first: int) -> list[str]:
 def _gathered(n: Node, args: Sequence[Node], first: int, axes: list[str]) -> tuple[Node, ...]:
     """Operands replicated along the axes, but for the hands, which each rank has some of."""
     whole = [reshard(a, _without(a.layout, axes)) for a in args[: first + 1]]
-    hands = arange(HANDS, n.mesh, cuts=tuple((axis, 0, None) for axis in axes))
+    hands = arange(HANDS, n.mesh, shards=tuple((axis, 0, None) for axis in axes))
     return (*whole, hands, *args[first + 2 :])
 
 

@@ -1,6 +1,6 @@
 """ZeRO-3 gathers a parameter again for the backward pass, so that none stays gathered between the passes.
 
-A second gather is another node of the same value: it reads the parameter as an item of `together(parameter, value)`, there once the value
+A second gather is another node of the same value: it reads the parameter as an item of `optimization_barrier(parameter, value)`, there once the value
 is. That is one of the backward pass, a message's worth of gathers before the first reader, so that the gather is under way while others are read.
 """
 
@@ -76,7 +76,7 @@ def _remade(p: Program, some: Sequence[tuple[_GatheredParameter, Node]]) -> Prog
             if a.args:
                 second[a, after] = make(a.op, (again(a.args[0], after),), dict(a.attrs))
             else:
-                second[a, after] = make(op_named("item"), (make(op_named("together"), (a, made.get(after, after)), {}),), {"index": 0})
+                second[a, after] = make(op_named("item"), (make(op_named("optimization_barrier"), (a, made.get(after, after)), {}),), {"index": 0})
         return second[a, after]
 
     for n in p.nodes:

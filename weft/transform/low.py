@@ -20,7 +20,7 @@ from weft.ops.loss import cross_entropy_op
 from weft.ops.low import BLOCK, block_matmul, scaled_matmul
 from weft.ops.pointwise import add, cast
 from weft.ops.registry import Kind, equation_of
-from weft.ops.shape import narrow_op, together
+from weft.ops.shape import narrow_op, optimization_barrier
 from weft.plan.place import remake
 
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
@@ -90,7 +90,7 @@ def _ahead_of(n: Node) -> set[Node]:
 def _base(n: Node) -> Node:
     """What a value is but for its dtype, shape and layout."""
     while len(n.args) == 1 and len(n.types) == 1 and (n.op.kind in (Kind.VIEW, Kind.COMM) or n.op.is_cast):
-        n = n.args[0] if n.args[0].op is not together else n.args[0].args[n.attr("index")]  # a second gather of it waits for another value
+        n = n.args[0] if n.args[0].op is not optimization_barrier else n.args[0].args[n.attr("index")]  # a second gather of it waits for another value
     return n
 
 

@@ -1,7 +1,7 @@
 """Recomputation: of a region of the forward pass only its inputs are kept, and the rest is recomputed before its backward pass.
 
 Nodes are values, so running a region again needs inputs that are other nodes of the same value. Region i is remade over the items
-of one tuple, `together(its inputs, what its backward pass starts from)`: the same values, there once all that stands after the
+of one tuple, `optimization_barrier(its inputs, what its backward pass starts from)`: the same values, there once all that stands after the
 tuple's name is computed. Its backward pass then reads the second run, and of the first only what stands outside reads outlives it.
 
 For a node b of the backward pass let l(b) be the least region it reads anything inside of, itself or through others. What b reads
@@ -212,7 +212,7 @@ class _Recomputed:
         """The op on every value, once a region's backward pass may start."""
         if not values:
             return []
-        tied = make(op_named("together"), (*values, *(self._made[s] for s in self.starts[i])), {})
+        tied = make(op_named("optimization_barrier"), (*values, *(self._made[s] for s in self.starts[i])), {})
         return [op(make(op_named("item"), (tied,), {"index": k})) for k in range(len(values))]
 
     def _sooner(self, i: int) -> int | None:

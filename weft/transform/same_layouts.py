@@ -19,7 +19,7 @@ from weft.ops.source import input_in_layout
 from weft.plan.place import PlacingOptions, place
 from weft.rewrite.engine import erase_nodes
 
-LAID_OUT = ("cuts", "mesh")  # attributes that say a layout
+LAID_OUT = ("shards", "mesh")  # attributes that say a layout
 Groups = dict[tuple[Op, tuple[Node, ...]], list[Node]]
 
 

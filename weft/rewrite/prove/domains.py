@@ -164,7 +164,7 @@ def _opaque(node: Node) -> Equation:
 
 
 def _plain_attrs(node: Node) -> tuple[tuple[str, Any], ...]:
-    return tuple((k, v) for k, v in node.attrs if k not in ("mesh", "layout", "cuts"))
+    return tuple((k, v) for k, v in node.attrs if k not in ("mesh", "layout", "shards"))
 
 
 class Field(Domain):

@@ -11,7 +11,7 @@ from weft import interp
 from weft.core.layout import Layout, P
 from weft.core.node import Node, Type, toposort
 from weft.ops.registry import Kind
-from weft.ops.shape import together
+from weft.ops.shape import optimization_barrier
 from weft.rewrite.prove.domains import Codes, Domain
 
 Held = list[Codes]  # what every rank holds
@@ -38,7 +38,7 @@ def run_node(domain: Domain, node: Node, args: Sequence[Held]) -> Held:
 
 
 def _on_rank(domain: Domain, node: Node, at: Mapping[str, int], args: list[Codes]) -> Codes:
-    if node.op is together:
+    if node.op is optimization_barrier:
         return tuple(args)
     if not node.types[0].layout.present(at) or any(a is None for a in args):
         return None

@@ -231,7 +231,7 @@ class Meaning:
         sizes = {x: n for labels, a in zip(eq.ins, args, strict=True) for x, n in zip(labels, a.shape, strict=True) if x != ONE}
         lost = [x for x in sizes if x not in eq.outs[k] and x not in eq.whole]
         shape = [sizes.get(x, eq.sizes.get(x, 1)) for x in eq.outs[k]]
-        attrs = [(key, v) for key, v in node.attrs if key not in ("mesh", "layout", "cuts")]
+        attrs = [(key, v) for key, v in node.attrs if key not in ("mesh", "layout", "shards")]
         name = f"{node.op.name}{attrs or ''}{k or ''}"
         terms = []
         for index in _indices(shape):
