@@ -99,6 +99,14 @@ def summary(value: Any) -> str:
     return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
 
 
+def described(option: Any) -> str:
+    """An option's help with its default, unless that is to leave it out."""
+    shown = getattr(option, "show_default", None)
+    given = bool(shown) and not isinstance(option.default, bool) and option.default not in (None, "", [])
+    default = shown if isinstance(shown, str) else option.default if given else None
+    return " ".join([*(getattr(option, "help", "") or "").split(), *([f"Default: {default}."] if default is not None else [])])
+
+
 def commands() -> list[str]:
     import typer
 
@@ -108,7 +116,7 @@ def commands() -> list[str]:
     out = ["## Commands\n"]
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         out += [f"### weft {name}\n", f"{(command.help or '').strip()}\n"]
-        rows = [(", ".join(p.opts), " ".join((getattr(p, "help", "") or "").split())) for p in command.params if p.name != "help"]
+        rows = [(", ".join([*p.opts, *p.secondary_opts]), described(p)) for p in command.params if p.name != "help"]
         if rows:
             out += ["| option | |", "|---|---|", *(f"| `{o}` | {h.replace('|', '/')} |" for o, h in rows), ""]
     return out

@@ -109,7 +109,8 @@ def test_help_is_of_one_style(name: str) -> None:
     for p in command.params:
         words = getattr(p, "help", "") or ""
         odd = words and not (words[0].isupper() or words.startswith(("torchtitan", "fp32", "adamw", "compiled")))
-        assert not odd and (not words or words.rstrip("].").__len__() > 3), (name, p.name, words)
+        assert not odd and (not words or len(words.rstrip(".")) > 3), (name, p.name, words)
+        assert "[" not in words, f"{name}: rich takes [...] in {words!r} for markup and leaves it out; give show_default="
         if p.name == "json":
             assert words == "Print the result as one JSON object."
 

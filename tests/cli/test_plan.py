@@ -75,7 +75,7 @@ def test_of_a_program_that_does_not_fit_the_nearest_change_is_planned_too(tmp_pa
     ("options", "says"),
     [
         (["--batch", "-7"], "--batch is -7"), (["--pin", "zero=7"], "ZeRO has stages 0 to 3"), (["--pin", "tp=0"], "cannot pin tp to 0"),
-        (["--out", "nowhere/plan.json"], "no folder nowhere"), (["--export", "fun"], "no form 'fun'"), (["--objective", "fun"], "or goodput"),
+        (["--out", "nowhere/plan.json"], "no folder nowhere"), (["--export", "fun"], "no system named 'fun'"), (["--objective", "fun"], "or goodput"),
         (["--objective", "goodput", "--noise", "50", "--batch", "8"], "goodput chooses the batch"),
     ],
 )  # fmt: skip

@@ -36,6 +36,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "syntax.py").write_text("def make(:\n    pass\n")
     (here / "raises.py").write_text("import torch\n\nraise ValueError('mine')\n")
     (here / "make.py").write_text("def breaks():\n    return {}['model']\n\n\ndef one():\n    return 3\n\n\ndef two():\n    return 1, 'x'\n")
+    (here / "empty").write_text("")
+    (here / "open.json").write_text('{"rule": [')
     (here / "hub").mkdir()
     (here / "hub" / "config.json").write_text("{}")
     (here / "false.txt").write_text("wrong: relu(x) == x for x[i]\n")
@@ -66,6 +68,14 @@ CASES = {
     "simulate gpt2 --cluster 1x8xH100 --pp 99999999999": "pp of at most 4,096", "simulate gpt2 --cluster 1x8xH100 --dp 99999999999": "dp of at most",
     "simulate gpt2 --cluster 1x8xH100 --micro-batch 99999999999999999999": "micro batch of at most",
     "simulate gpt2 --cluster 1x8xH100 --batch 2147483648": "too many passes", "simulate gpt2 --cluster 99999999x99999999xH100": "no cluster is that large",
+    "simulate gpt2 --cluster 1x8xH100 --seq 99999999999999999999": "--seq of at most", "plan gpt2 --cluster 1x8xH100 --seq 2147483649": "--seq of at most",
+    "simulate gpt2 --cluster 1x8xH100 --pp 2 --schedule nope": "no schedule named 'nope'.*1f1b", "calibrate --device tpu": "needed cpu",
+    "run folder": "a folder",
+    "verify --rules empty": "no rules in", "verify --rules open.json": "not JSON", "check empty empty": "needed a first line",
+    "fits folder --gpu H100": "no Hugging Face",
+    "price nowhere.toml --cluster 1x8xH100": "cannot read .*No such file", "price folder --cluster 1x8xH100": "cannot read .*Is a directory",
+    "plan folder --cluster 1x2xA100": "try hf:.*folder, once", "plan hf: --cluster 1x2xA100": "needed a folder with a config.json",
+    "plan gpt2 --cluster 1x8xH100 --dtensor bytes": "cannot read the plan",
     "report bytes": "not JSON", "report nowhere.json": "cannot read the plan", "explain folder": "cannot read the plan", "diff bytes bytes": "not JSON",
 }  # fmt: skip
 

@@ -11,8 +11,8 @@ MOST_RANKS = 1024
 
 def calibrate(
     out: str = typer.Option("profile.json", "-o", "--out", help="Where to write the profile."),
-    name: str = typer.Option("", "--name", help="Name of the device [default: its own]."),
-    device: str = typer.Option("", "--device", help="Device to measure [default: the accelerator if there is one, else the CPU]."),
+    name: str = typer.Option("", "--name", help="Name of the device.", show_default="its own"),
+    device: str = typer.Option("", "--device", help="Device to measure.", show_default="the accelerator if there is one, else the CPU"),
     ranks: str = typer.Option("", "--ranks", help="Group sizes to time collectives with, such as 2,4."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:

@@ -51,6 +51,8 @@ def _load(name: str) -> Any:
         return parse(text)
     except ParseError as e:
         at = re.search(r"line (\d+)", e.message)
-        found = locate(text, int(at[1])) if at else None
+        if at is None:
+            raise
+        found = locate(text, int(at[1]))
         why = f"does not type: {e.message}; needed {e.needed}; found {e.found}"
         return Place("program", "", str(path), why) if found is None else Place(found.op, found.layer, found.line, why)

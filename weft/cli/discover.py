@@ -10,7 +10,7 @@ import typer
 
 
 def discover(
-    max_ops: Annotated[int | None, typer.Option(help="Most ops in an expression [default: 3; 2 with --op].", min=1, max=6)] = None,
+    max_ops: Annotated[int | None, typer.Option(help="Most ops in an expression.", show_default="3; 2 with --op", min=1, max=6)] = None,
     op: Annotated[list[str] | None, typer.Option(help="FILE.py:NAME of an op made by weft.lang.define: only rules about it.")] = None,
     state: Annotated[Path | None, typer.Option(help="File of verdicts, so that an interrupted search resumes.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rules with their certificates to this file.")] = None,

@@ -20,9 +20,9 @@ def fits(
     model: str = typer.Argument(..., help="A Hugging Face config.json, a folder that has one, or a known name such as llama3-8b."),
     gpu: str = typer.Option(..., "--gpu", help="Device kind; an unknown one lists those that are known."),
     gpus: int = typer.Option(1, "--gpus", help="Number of devices."),
-    lora: int = typer.Option(0, "--lora", help="Train LoRA adapters of this rank on every linear layer of the blocks, all else frozen."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the longest the model takes]."),
-    batch: int = typer.Option(0, "--batch", help="Global batch in samples [default: one per device]."),
+    lora: int = typer.Option(0, "--lora", help="Train LoRA adapters of this rank on every linear layer of the blocks, all else frozen.", show_default=False),
+    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the longest the model takes"),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples.", show_default="one per device"),
     optimizer: str = typer.Option(
         "adamw", "--optimizer", help="adamw, muon, sgd, momentum, lion, adafactor, adamw8bit; an unknown one lists all."
     ),

@@ -65,14 +65,14 @@ def writable(path: str, make: bool = False) -> None:
 
 def read_text(path: str | Path, needed: str) -> str:
     """The text of a file that the user named, or a refusal."""
-    from weft.core.errors import WeftError
+    from weft.core.errors import WeftError, reason
 
     try:
         return Path(path).read_text()
     except UnicodeDecodeError as error:
         raise WeftError(f"{path} is not text", needed=needed, found=f"byte {error.start} is not UTF-8") from error
     except OSError as error:
-        raise WeftError(f"cannot read {path}", needed=needed, found=error.strerror or str(error)) from error
+        raise WeftError(f"cannot read {path}", needed=needed, found=reason(error)) from error
 
 
 def _plain(value: Any, path: str) -> Any:

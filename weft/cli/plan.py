@@ -23,15 +23,15 @@ def plan(
     ),
     cluster: str = CLUSTER,
     batch: int = typer.Option(
-        0, "--batch", help="Global batch in samples [default: about 4M tokens; for FILE.py:FUNCTION its batch on every device]."
+        0, "--batch", help="Global batch in samples.", show_default="about 4M tokens; for FILE.py:FUNCTION its batch on every device"
     ),
-    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the model's]."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the model's"),
     objective: str = typer.Option(
         "time", "--objective", help="Minimise time (step time), memory or cost (device time per token), or maximise goodput."
     ),
-    noise: float = typer.Option(0.0, "--noise", help="Gradient noise scale in samples (step.noise.scale), for goodput."),
-    max_tp: int = typer.Option(0, "--max-tp", help="Largest tensor-parallel degree to consider."),
-    memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB [default: all]."),
+    noise: float = typer.Option(0.0, "--noise", help="Gradient noise scale in samples (step.noise.scale), for goodput.", show_default=False),
+    max_tp: int = typer.Option(0, "--max-tp", help="Largest tensor-parallel degree to consider.", show_default="no limit"),
+    memory: str = typer.Option("", "--memory", help="Memory of a device that may be used, such as 70GB.", show_default="all"),
     pin: list[str] = typer.Option(
         [], "--pin", help='Fix a decision, such as tp=4, or a layout, such as "blocks.*.mlp.up=tp:S(0)". Repeatable.'
     ),
@@ -80,17 +80,20 @@ def plan(
         results().print(f"[red]infeasible[/]: {made.reason}\n  nearest: {made.change}", highlight=False)
     for text, other_made in others:
         _show_other(text, made, other_made)
+    exported = {}
     if export and isinstance(made, Plan):
         from weft.plan.export import export as write
 
-        print(write(made, export), end="")
+        exported = {"exported": write(made, export)}
+        if not json:
+            print(exported["exported"], end="")
     if json:
         asked = (
             {"what_if": [{"what_if": text, **result(r, m, seconds)} for (text, m), r in zip(others, changes, strict=True)]}
             if what_if
             else {}
         )
-        emit({**result(request, made, seconds), **asked})
+        emit({**result(request, made, seconds), **asked, **exported})
     if not isinstance(made, Plan):
         raise typer.Exit(2)
 
@@ -100,15 +103,16 @@ def read_dtensor(path: str) -> dict[str, str]:
     import json
     from pathlib import Path
 
-    from weft.core.errors import PlanError
+    from weft.core.errors import PlanError, reason
+    from weft.core.schema import short
 
     needed = 'a JSON object such as {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
     try:
         found = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise PlanError(f"cannot read the plan {path}", needed=needed, found=str(error)) from error
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read the plan {path}", needed=needed, found=reason(error)) from error
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise PlanError(f"cannot read the plan {path}", needed=needed, found=type(found).__name__)
+        raise PlanError(f"cannot read the plan {path}", needed=needed, found=short(found))
     return found
 
 

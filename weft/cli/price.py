@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,8 +23,8 @@ def price(
     ),
     cluster: str = CLUSTER,
     model: str = typer.Option("", "--model", help="A known name or a Hugging Face config.json, where the configuration does not say it."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length, where the configuration has none."),
-    batch: int = typer.Option(0, "--batch", help="Global batch in samples, where the configuration has none."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length, where the configuration has none.", show_default=False),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples, where the configuration has none.", show_default=False),
     better: bool = typer.Option(True, help="Also search for a better configuration."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
@@ -33,7 +32,8 @@ def price(
     from weft.plan.price_configuration import judge
 
     began = time.perf_counter()
-    text = read_text(config, "a configuration") if Path(config).is_file() else " ".join([config, *ctx.args])
+    options = config.startswith("-") or bool(ctx.args)  # Megatron's, instead of a file
+    text = " ".join([config, *ctx.args]) if options else read_text(config, "the configuration of a training system, as text")
     found = judge(text, cluster, model, seq, batch, better)
     _show(found)
     if json:

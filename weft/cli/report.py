@@ -12,7 +12,7 @@ from weft.cli.output import console, emit, writable
 def report(
     source: str = typer.Argument(..., help="A plan saved by `weft plan --out`, or the folder of a run (`record=` of parallelize)."),
     other: str = typer.Argument("", help="Another plan or run, to compare side by side."),
-    out: str = typer.Option("", "-o", "--out", help="Where to write the page [default: next to the source]."),
+    out: str = typer.Option("", "-o", "--out", help="Where to write the page.", show_default="next to the source"),
     explain: bool = typer.Option(True, help="Include the runner-up of each decision; takes as long as planning."),
     run_model: bool = typer.Option(
         False, "--run-model", help="Run the Python file named by the plan as its model. Only for plans you trust."

@@ -25,7 +25,8 @@ def run(
     from weft.runtime.launch import Ranks, Stopped, launch
 
     if not Path(script).is_file():
-        raise RuntimeFault(f"no script {script}", needed="a Python file", found="no such file", try_="weft run -n 2 path/to/script.py")
+        found = "a folder" if Path(script).is_dir() else "no such file"
+        raise RuntimeFault(f"no script {script}", needed="a Python file", found=found, try_="weft run -n 2 path/to/script.py")
     _check(1 if standalone else hosts, host, meet_at, timeout)
     os.environ["WEFT_TIMEOUT"] = os.environ.get("WEFT_TIMEOUT", f"{timeout:g}")
     try:

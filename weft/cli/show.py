@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    name: Annotated[str | None, typer.Argument(help="An example [default: list them]; with --plan a model or FILE.py:FUNCTION.")] = None,
+    name: Annotated[str | None, typer.Argument(help="An example (all are listed if none is given); with --plan a model or FILE.py:FUNCTION.")] = None,
     schedule: Annotated[str | None, typer.Option(help="One of its schedules.")] = None,
     diff: Annotated[bool, typer.Option(help="Print what the schedule changed.")] = False,
     code: Annotated[bool, typer.Option(help="Print the generated per-rank code.")] = False,

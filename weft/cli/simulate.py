@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def simulate(
     model: str = typer.Argument(..., help="A known name such as llama3-8b, or hf:FOLDER with a Hugging Face config.json."),
     cluster: str = CLUSTER,
-    batch: int = typer.Option(0, "--batch", help="Global batch in samples [default: one micro-batch per replica]."),
+    batch: int = typer.Option(0, "--batch", help="Global batch in samples.", show_default="one micro-batch per replica"),
     micro_batch: int = typer.Option(1, "--micro-batch", help="Samples per device at a time."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length [default: the model's]."),
-    dp: int = typer.Option(0, "--dp", help="Data-parallel degree [default: all remaining devices]."),
+    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the model's"),
+    dp: int = typer.Option(0, "--dp", help="Data-parallel degree.", show_default="all remaining devices"),
     tp: int = typer.Option(1, "--tp", help="Tensor-parallel degree."),
     pp: int = typer.Option(1, "--pp", help="Pipeline stages."),
     cp: int = typer.Option(1, "--cp", help="Context-parallel degree."),
@@ -45,7 +45,7 @@ def simulate(
     kernels: str = typer.Option(
         "compiled", "--kernels", help="compiled (fused, as torch.compile), eager (one kernel per op) or classic (Megatron of 2021)."
     ),
-    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16, fp8 or fp4 [default: the device's faster 16-bit type]."),
+    dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16, fp8 or fp4.", show_default="the device's faster 16-bit type"),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Shard activations between TP regions along the sequence."),
     overlap: bool = typer.Option(True, help="Overlap communication of gradients and parameters with compute."),
     overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Overlap tensor-parallel collectives with their matmuls (async TP)."),

@@ -12,11 +12,11 @@ from weft.cli.output import console, emit, read_text, results
 
 def verify(
     rules: Annotated[
-        Path | None, typer.Option(help="File of rules: weft text, or TASO/FlexFlow JSON [default: the built-in rules].")
+        Path | None, typer.Option(help="File of rules: weft text, or TASO/FlexFlow JSON.", show_default="the built-in rules")
     ] = None,
     full: Annotated[bool, typer.Option(help="Prove all rules from scratch instead of checking certificates.")] = False,
     write: Annotated[bool, typer.Option(help="With --full, rewrite the certificates of the built-in rules.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the test values, printed [default: random; 0 for rules of a file].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the test values, printed.", show_default="random; 0 for rules of a file")] = None,
     workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
@@ -58,9 +58,11 @@ def _of_file(path: Path, seed: int, workers: int) -> Any:
     if not path.exists():
         raise RuleError(f"no file {path}", needed="a file of rules", found=str(path))
     text = read_text(path, "a file of rules: weft text, or TASO/FlexFlow JSON")
-    return (
-        audit_foreign(read_taso(text), workers, seed) if text.lstrip().startswith("{") else audit_schemas(parse_rules(text), workers, seed)
-    )
+    foreign = text.lstrip().startswith("{")
+    rules = read_taso(text) if foreign else parse_rules(text)
+    if not rules:
+        raise RuleError(f"no rules in {path}", needed="NAME: LEFT == RIGHT, or TASO/FlexFlow JSON", found="none")
+    return (audit_foreign if foreign else audit_schemas)(rules, workers, seed)
 
 
 def _write(workers: int, console: Any) -> None:

@@ -12,7 +12,7 @@ from weft.cli.output import console
 
 def watch(
     run: str = typer.Argument(..., help="The folder of a run (`record=` of parallelize)."),
-    out: str = typer.Option("", "-o", "--out", help="Where to write the page [default: in the folder]."),
+    out: str = typer.Option("", "-o", "--out", help="Where to write the page.", show_default="in the folder"),
     patience: float = typer.Option(120.0, "--patience", min=0.0, help="Stop after so many seconds without news."),
     every: float = typer.Option(2.0, "--every", min=0.1, help="Seconds between two looks."),
 ) -> None:

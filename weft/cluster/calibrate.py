@@ -35,8 +35,9 @@ def calibrate(
 ) -> Profile:
     """The profile of this machine. `ranks` are the numbers of processes between which collectives are timed, `calls` how they are made."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ClusterError("this kind of device cannot be measured", needed="cpu or cuda", found=device)
+    usable = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if device not in usable:
+        raise ClusterError("this kind of device cannot be measured here", needed=" or ".join(usable), found=device)
     base = known(device)
     counts = tuple(ranks) or _usual_ranks(device)
     steps = len(list(measure.samples(device))) + len(counts)

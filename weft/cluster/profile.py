@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import ClusterError, UnknownName
+from weft.core.errors import ClusterError, UnknownName, reason
 
 FOLDER = Path(__file__).parent / "profiles"
 KINDS_OF_ORIGIN = ("datasheet", "table", "measured", "fitted", "assumed")
@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read the profile {path}", needed="a JSON file", found=str(error), try_="check the path") from error
+        raise ClusterError(f"cannot read the profile {path}", needed="a JSON file", found=reason(error), try_="check the path") from error
     except json.JSONDecodeError as error:
         raise ClusterError(f"{path} is not JSON", needed="a profile", found=str(error), try_="weft calibrate --out FILE.json") from error
     if not isinstance(data, dict):

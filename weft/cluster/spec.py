@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.profile import Constant, Device, Link, Profile, is_node, load
-from weft.core.errors import ClusterError
+from weft.core.errors import ClusterError, reason
+from weft.core.schema import short
 
 EXAMPLES = "16x8xH100, 8xA100, 2x8xA100@100, 2x8xH100+2x8xA100, cluster.yaml"
 GBIT = 1e9 / 8
@@ -258,7 +259,7 @@ def _load_file(path: str) -> Mapping[str, Any]:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read {path}", needed="a YAML or JSON file", found=str(error), try_=f"for example {EXAMPLES}") from error
+        raise ClusterError(f"cannot read {path}", needed="a YAML or JSON file", found=reason(error), try_=f"for example {EXAMPLES}") from error
     try:
         import yaml
     except ImportError:  # JSON is the part of YAML that needs no package
@@ -278,5 +279,5 @@ def _parsed(read: Callable[[str], Any], text: str, path: str) -> Any:
 
 def _mapping(data: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{path} does not describe a cluster", needed="a mapping with `groups`", found=type(data).__name__)
+        raise ClusterError(f"{path} does not describe a cluster", needed="a mapping with `groups`", found=short(data))
     return data

@@ -46,6 +46,11 @@ class WeftError(Exception):
         return "\n".join([head, *([""] if body or lines else []), *body, *lines])
 
 
+def reason(error: Exception) -> str:
+    """What went wrong, in one line: of a file in the words of the file system."""
+    return (isinstance(error, OSError) and error.strerror) or str(error).split("\n", 1)[0] or type(error).__name__
+
+
 class LayoutError(WeftError):
     """A layout that cannot be: an unknown axis, a dim that is not there, an atom sharded twice over one axis."""
 

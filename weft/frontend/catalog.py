@@ -117,8 +117,8 @@ def entry(name: str) -> Entry:
         import_module(ZOO)
     if name not in _entries:
         raise UnknownName(
-            f"no model named {name!r} in the zoo",
-            needed="a zoo name, FILE.py:FUNCTION that returns (model, loss, batch), or hf:FOLDER with a Hugging Face config.json",
+            f"no model named {name!r}",
+            needed="a known name such as llama3-8b, FILE.py:FUNCTION that returns (model, loss, batch), or hf:FOLDER with a Hugging Face config.json",
             found=repr(name),
             try_=_instead(name),
         )
@@ -129,9 +129,9 @@ def _instead(name: str) -> list[str]:
     """What somebody who wrote this may have meant."""
     if name.endswith(".py"):
         return [f"{name}:make, if make is what returns (model, loss, batch)"]
-    if (Path(name) / "config.json").is_file():
-        return [f"hf:{name}"]
-    return get_close_matches(name, _entries, n=4, cutoff=0.5) or [", ".join(names())]
+    if Path(name).is_dir():
+        return [f"hf:{name}"] if (Path(name) / "config.json").is_file() else [f"hf:{name}, once a config.json is in that folder"]
+    return get_close_matches(name, _entries, n=4, cutoff=0.6) or [", ".join(names())]
 
 
 def resized(model: Entry, changes: Mapping[str, Any]) -> Any:

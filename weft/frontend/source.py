@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from weft.core.errors import CaptureError, UnknownName, WeftError
+from weft.core.errors import CaptureError, UnknownName, WeftError, reason
 from weft.frontend.capture.step import named_batch
 from weft.frontend.catalog import Batch, Field, Workload, get, ids, reals
 
@@ -205,7 +205,7 @@ def hugging_face(
 def _config_at(path: str) -> Any:
     transformers = _transformers()
     place = Path(path)
-    if not place.exists():
+    if not path or not place.exists():
         name = path.rstrip("/").rpartition("/")[2]
         raise UnknownName(f"no Hugging Face config at {path!r}", needed="a folder with a config.json, or that file: weft reads local files only",
                           found=f"no file or folder {path!r}", try_=f"hf download {path} config.json --local-dir {name}" if "/" in path else ())  # fmt: skip
@@ -213,8 +213,14 @@ def _config_at(path: str) -> Any:
         return transformers.AutoConfig.from_pretrained(place if place.is_dir() else place.parent, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnknownName(
-            f"no Hugging Face config at {path!r}", needed="a config.json with a model_type", found=str(error).splitlines()[0],
+            f"no Hugging Face config at {path!r}", needed="a config.json with a model_type", found=_why_not(place, error),
         ) from error  # fmt: skip
+
+
+def _why_not(place: Path, error: Exception) -> str:
+    if place.is_dir() and not (place / "config.json").is_file():
+        return f"no config.json in {str(place)!r}"
+    return reason(error)
 
 
 def _transformers() -> Any:

@@ -19,7 +19,7 @@ from weft.plan.blocks import FEW, Stack
 from weft.plan.partition import even_layers
 from weft.plan.plan import Plan, nine_digits, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
-from weft.plan.setting import Setting
+from weft.plan.setting import Setting, require_count
 from weft.plan.space import Limits, PlanProblem, divisors
 from weft.plan.spec import MIXED, Spec
 from weft.plan.stages import Shared, shared, uneven, with_shares
@@ -55,8 +55,8 @@ class Request:
     def check(self) -> None:
         """Refuse by name what cannot be asked, before any work."""
         for name, value in (("--batch", self.batch), ("--seq", self.seq), ("--max-tp", self.limits.max_tp)):
-            if value < 0:
-                raise PlanError(f"{name} is {value}", needed="1 or more, or nothing for weft to choose", found=str(value))
+            if value:
+                require_count(name, value)
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
@@ -103,6 +103,8 @@ def captured_stack(model: str, dtype: str, seq: int = 0, adapt: Adapt | None = N
     before that: adapters, frozen parameters."""
     from weft.frontend.source import stamp
 
+    if seq:
+        require_count("--seq", seq)
     made = _stack(model, stamp(model), dtype, seq, adapt, tuple(sorted(sizes.items())))
     if isinstance(made, PlanError):
         raise made

@@ -12,7 +12,7 @@ from weft.plan.spec import MIXED, OFFLOADED, RECOMPUTE, Spec
 KERNELS = ("classic", "eager", "compiled")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 DEVICES, CHUNKS = 1 << 20, 4096  # no plan has more
-MOST = dict.fromkeys(("global_batch", "micro_batch", "micro_batches"), 1 << 31) | dict.fromkeys(("pp", "virtual"), CHUNKS)
+MOST = dict.fromkeys(("global_batch", "micro_batch", "micro_batches", "--batch", "--seq"), 1 << 31) | dict.fromkeys(("pp", "virtual"), CHUNKS)
 COUNTS = ("dp", "tp", "pp", "cp", "ep", "virtual", "micro_batches", "global_batch")
 NAMED = {  # decisions as pins, reports and other systems name them, where a Spec has another word
     "dp": "replicas", "copies": "dp", "virtual": "chunks", "sequence_parallel": "sp", "keep_gathered": "gather_once", "overlap_tp": "async_tp",
@@ -58,7 +58,7 @@ class Setting(Spec):
         """As other systems count and name: copies among which experts are spread, and samples of a micro-batch."""
         degrees = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "virtual": virtual}
         for name, value in {**degrees, "micro_batch": micro_batch, "global_batch": global_batch}.items():  # the batch last: it follows from them
-            _require_count(name, value)
+            require_count(name, value)
         if dp % ep:
             raise PlanError("experts are spread over data-parallel ranks", needed=f"ep a divisor of dp = {dp}", found=str(ep))
         lone = virtual == 1 and not (schedule in SCHEDULES and SCHEDULES[schedule].takes_chunks)
@@ -130,16 +130,16 @@ class Setting(Spec):
 
     def check(self) -> None:
         """Refuse what cannot be run, by name."""
-        for name in COUNTS:
-            _require_count(name, self.named(name))
-        if self.devices > DEVICES or self.pp * self.chunks > CHUNKS:
-            needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
-            raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.chunks:,} chunks")
         words = {"schedule": tuple(SCHEDULES), "kernels": KERNELS, "dtype": DTYPES, "grad_dtype": DTYPES}
         words["recompute"] = ("none", *RECOMPUTE[1:], *OFFLOADED, MIXED)
         for name, known in words.items():
             if (value := self.named(name)) not in known:
                 raise PlanError(f"no {name} named {value!r}", needed=" or ".join(known), found=value)
+        for name in COUNTS:
+            require_count(name, self.named(name))
+        if self.devices > DEVICES or self.pp * self.chunks > CHUNKS:
+            needed = f"at most {DEVICES:,} devices and {CHUNKS:,} chunks of layers"
+            raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.chunks:,} chunks")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError("ZeRO has stages 0 to 3", needed="0, 1, 2 or 3", found=str(self.zero))
         self._require_batch()
@@ -157,7 +157,8 @@ def _rounds(batch: int, unit: int) -> int:
     return batch // unit
 
 
-def _require_count(name: str, value: int) -> None:
+def require_count(name: str, value: int) -> None:
+    """Refuse a number that no setting can have."""
     most, said = MOST.get(name, DEVICES), name.replace("_", " ")
     if not 1 <= value <= most:
         raise PlanError(f"{said} is {value}", needed=f"{said} of 1 or more" if value < 1 else f"{said} of at most {most:,}", found=str(value))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError, UnknownName, WeftError
+from weft.core.errors import PlanError, UnknownName, WeftError, reason
+from weft.core.schema import short
 from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape, is_transformer
@@ -190,9 +191,9 @@ def _of_config(path: Path, seq: int) -> Model:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UnknownName(f"no Hugging Face config at {path}", needed="a config.json", found=str(error).splitlines()[0]) from error
+        raise UnknownName(f"no Hugging Face config at {path}", needed="a config.json", found=reason(error)) from error
     if not isinstance(config, Mapping) or "model_type" not in config:
-        raise UnknownName(f"{path} is no config of Hugging Face", needed="a config.json with a model_type", found=type(config).__name__)
+        raise UnknownName(f"{path} is no config of Hugging Face", needed="a config.json with a model_type", found=short(config))
     made = shape_of(config, seq)
     return Sized(made) if made is not None else _of_folder(f"hf:{path.parent}", seq)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError
+from weft.core.errors import PlanError, reason
 from weft.core.files import read_json
 from weft.core.picture import html_of
 from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, number, short, text, whole
@@ -129,7 +129,7 @@ def load(path: str | Path) -> Run:
     try:
         data = read_json(where, BYTES)
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read the run {path}", needed=f"a folder with {FILE}, or that file", found=str(error), try_=TRY) from error
+        raise PlanError(f"cannot read the run {path}", needed=f"a folder with {FILE}, or that file", found=reason(error), try_=TRY) from error
     return parse(data, str(path))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core.errors import RuleError
+from weft.core.errors import RuleError, reason
 from weft.core.node import OPS
 from weft.rewrite.degrees import RELU, ForeignOp, ForeignRule
 from weft.rewrite.pattern import AttrHole, Call, Hole
@@ -36,7 +36,10 @@ class Foreign:
 
 def read_taso(text: str) -> list[Foreign]:
     """Every rule of a file; one that cannot be said in weft comes with its reason."""
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise RuleError("the rule file is not JSON", needed="JSON of TASO or FlexFlow, as it begins with {", found=reason(error)) from error
     rules = data.get("rule") if isinstance(data, Mapping) else None
     if not isinstance(rules, list):
         raise RuleError(

@@ -98,8 +98,8 @@ def _what_happened(failures: Mapping[int, Any], board: Board, watch: Watch, rank
     op = board.last_op(rank) if board.noted(rank)[0] else None
     fault = RuntimeFault(
         f"rank {rank} ended with {how} at {op}" if op and op != "start" else f"rank {rank} ended with {how}",
-        needed=f"{len(board.pages)} ranks that exit with 0",
-        found=f"rank {rank} (process {culprits[rank].pid}); {_others(board, rank)}",
+        needed="exit status 0 of every rank",
+        found=f"rank {rank} (process {culprits[rank].pid})" + (f"; {_others(board, rank)}" if len(board.pages) > 1 else ""),
         try_=("see the error above" if spoken else f"see what rank {rank} printed above")
         if culprits[rank].exitcode > 0
         else "it was killed: look for a lack of memory, or who sent the signal",
