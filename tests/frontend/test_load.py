@@ -78,14 +78,30 @@ def test_user_function_that_returns_something_else(user_file):
 
 @pytest.mark.parametrize(
     ("batch", "found"),
-    [("torch.ones(3)", "found   Tensor"), ('{"x": 3}', "found   x: int"), ("{}", "an empty dict"), ('{"t": torch.ones(())}', "has no samples")],
+    [('{"x": 3}', "found   no tensor"), ("{}", "found   no tensor"), ('{"t": torch.ones(())}', "found   t")],
 )
 def test_a_batch_that_cannot_be_read_is_refused(tmp_path, batch, found):
     path = tmp_path / "mine.py"
     path.write_text(f"import torch\ndef make(): return torch.nn.Linear(1, 1), lambda m, b: m(b), {batch}\n")
     with pytest.raises(CaptureError) as error:
         zoo.load(f"{path}:make")
-    assert found in str(error.value) and "a dict of tensors with samples first" in str(error.value)
+    assert found in str(error.value) and "has no samples" in str(error.value) and "a tensor with samples first" in str(error.value)
+
+
+@pytest.mark.parametrize("batch", ["x", "(x, x)", '{"x": x, "y": [x, (x, 2.0)]}'])
+def test_a_batch_of_any_structure_is_the_losses_own(tmp_path, batch):
+    """One tensor at several places is several inputs: Hugging Face's labels are often the very tensor that input_ids are."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nx = torch.ones(3, 1)\n"
+        "def flat(b): return [b] if isinstance(b, (torch.Tensor, float)) else sum(map(flat, b.values() if isinstance(b, dict) else b), [])\n"
+        f"def make(): return torch.nn.Linear(1, 1), lambda m, b: sum((m(v).sum() if hasattr(v, 'sum') else v) for v in flat(b)), {batch}\n"
+    )
+    work = zoo.load(f"{path}:make", device="cpu")
+    example = work.example(5)
+    assert len(example) == batch.count("x") - batch.count('"x"') and all(v.shape == (5, 1) for v in example.values())
+    want = sum(work.model(v).sum() for v in example.values()) + (2.0 if "2.0" in batch else 0.0)
+    assert torch.equal(work.loss(work.model, example), want)
 
 
 def test_a_file_finds_its_neighbours(tmp_path):

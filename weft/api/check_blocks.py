@@ -26,13 +26,12 @@ from weft.core.names import readable
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import Captured
-from weft.frontend.capture.batches import changed
+from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.blocks import intercepted
 from weft.frontend.capture.caches import is_cache
 from weft.frontend.capture.constants import unheard
 from weft.frontend.capture.isomorphic import tensors_of
 from weft.frontend.capture.micro import micro_batch
-from weft.frontend.capture.step import named_batch
 
 if TYPE_CHECKING:
     from weft.api.check_step import Case
@@ -261,7 +260,7 @@ def filled(example: Any, device: torch.device) -> Any:
     def leaf(_: str, x: Any) -> Any:
         return random_of(x.shape, x.dtype, device, random) if isinstance(x, Tensor) and not check_cost.has_values(x) else x
 
-    return changed("batch", example, leaf)
+    return changed(example, leaf)
 
 
 def gradients(outs: Iterable[tuple[Tensor, Tensor | None]], wrt: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -16,9 +16,9 @@ from weft.api.check_step import Case
 from weft.core.names import original, part, readable
 from weft.core.node import Node
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.batches import tensors
+from weft.frontend.capture.batches import named_batch, tensors
 from weft.frontend.capture.model import called
-from weft.frontend.capture.step import named_batch
+from weft.ops.fill import stop_gradient
 
 GIVEN, CTS, OUT, GRAD = "batch.given", "batch.cts", "out.out", "out.grads"
 
@@ -101,7 +101,9 @@ class TrainedCase(ForwardCase):
 
     def gradients(self, captured: Captured) -> Mapping[str, Node] | None:
         found = {n.removeprefix(f"{GRAD}."): x for n, x in captured.program.outputs if n.startswith(f"{GRAD}.")}
-        return None if captured.joint else {f"param.{readable(original(n))}": x for n, x in found.items()}
+        if captured.joint:
+            return None
+        return {f"param.{readable(original(n))}": x.args[0] if x.op is stop_gradient else x for n, x in found.items()}  # a gradient is a constant
 
     def torchs_gradients(self, captured: Captured, model: nn.Module, results: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor | None]:
         cts, moving = named_batch(eager.on(batch, self.device)), {f"{GRAD}.{part(n)}": p for n, p in model.named_parameters() if p.requires_grad}

@@ -20,10 +20,10 @@ from weft.core.layout import S
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
+from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.model import capture_unchanged, uncompiled
 from weft.frontend.capture.restored import as_before, evaluating
-from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts, tensor_shards
 from weft.plan.place import Placements, place
 from weft.plan.spec import Spec

@@ -30,10 +30,10 @@ from weft.core.node import Type
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.micro import PART, Micro, batch_dims_of, in_micro_batches, micro_batch, require_gradients, require_parts
 from weft.frontend.capture.restored import as_before, evaluating
-from weft.frontend.capture.step import named_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
 from weft.passes import Draft, Follows, PlacedStages, place_stages, split_stages

@@ -31,12 +31,11 @@ from weft.core.node import Node, constant, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
-from weft.frontend.capture.batches import changed
+from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.kept import Kept
 from weft.frontend.capture.optimizer_settings import COUNT, settings_of
 from weft.frontend.capture.places import Change, Place, holds_traced, is_number
-from weft.frontend.capture.step import named_batch
 from weft.ops.pointwise import add, mul
 
 if TYPE_CHECKING:
@@ -69,12 +68,17 @@ class Form:
         return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
 
 
+def _of_shapes(batch: Any, shapes: Mapping[str, Shape]) -> Any:
+    """A batch of other sizes, without values."""
+    return changed(batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+
+
 class Variants:
     """The programs of one step, made as they are needed."""
 
     def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any, run: str = "") -> None:
         self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.example = changed("batch", example, lambda _, x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x)
+        self.example = changed(example, lambda _, x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x)
         self.given: frozenset[str] = frozenset()
         self.impure = self.exact = False
         self.make: Make | None = None
@@ -427,8 +431,7 @@ class Variants:
 
     def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
         """A program for batches of other sizes than this one, of which no batch has come."""
-        name = "batch.0" if isinstance(batch, Tensor) else "batch"
-        example = changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+        example = _of_shapes(batch, shapes)
         reads = self._reads(example=example)
         try:
             made: Form = self._made(step, batch, example, reads)
@@ -488,8 +491,7 @@ class Variants:
         """A batch as it is traced: as it came, where it is a full one; else of the shapes all ranks' parts make, with the numbers and flags of now."""
         if one_process() or all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items()):
             return batch
-        name = "batch.0" if isinstance(batch, Tensor) else "batch"
-        return changed(name, batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+        return _of_shapes(batch, shapes)
 
     def _agree(self, program: Program, reads: Reads, batch: Any, form: Form | None, step: Step) -> None:
         """All ranks go over to the same program, or none does. A rank that stays with its own needs nobody."""

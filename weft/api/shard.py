@@ -36,11 +36,10 @@ from weft.core.names import original, part, readable
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.batches import leaves
+from weft.frontend.capture.batches import leaves, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.model import called, capture_step, capture_unchanged, require_torchs, uncompiled
 from weft.frontend.capture.places import Change
-from weft.frontend.capture.step import named_batch
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import place

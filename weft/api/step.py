@@ -33,11 +33,11 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizer_settings import COUNT
 from weft.frontend.capture.optimizers import note_updates, put_state
 from weft.frontend.capture.restored import as_before, evaluating
-from weft.frontend.capture.step import named_batch
 from weft.plan.place import place
 from weft.plan.spec import Spec
 from weft.runtime.faults import lost_connections

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as tree
 
 from weft.core.errors import CaptureError, UnknownName, WeftError, reason
-from weft.frontend.capture.step import named_batch
+from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.catalog import Batch, Field, Workload, get, ids, reals
 
 
@@ -122,15 +121,12 @@ def named_example(
     loss: Callable[[Any, Any], Tensor], batch: Any, where: str
 ) -> tuple[Callable[[nn.Module, Batch], Tensor], Callable[[int], dict[str, Field]], int]:
     """A loss over the named tensors of an example batch of any structure, the fields of batches like it, and how many samples it has."""
-    leaves, spec = tree.tree_flatten(batch)
-    names = {id(x): name.removeprefix("batch.") for name, x in named_batch(batch).items()}  # as a step that is captured has them
-    given = {names.get(id(x), f"part{i}"): x for i, x in enumerate(leaves)}
-    others = {k: x for k, x in given.items() if not isinstance(x, Tensor)}
+    given = {name.removeprefix("batch."): x for name, x in named_batch(batch).items()}  # as a step that is captured has them
 
     def own_loss(m: nn.Module, b: Mapping[str, Tensor]) -> Tensor:
-        return loss(m, tree.tree_unflatten([{**others, **b}[k] for k in given], spec))
+        return loss(m, changed(batch, lambda name, x: b[name.removeprefix("batch.")] if isinstance(x, Tensor) else x))
 
-    return own_loss, *batch_fields({k: x for k, x in given.items() if isinstance(x, Tensor)}, where)
+    return own_loss, *batch_fields(given, where)
 
 
 def batch_fields(batch: Mapping[str, Tensor], where: str) -> tuple[Callable[[int], dict[str, Field]], int]:

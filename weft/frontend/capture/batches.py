@@ -54,12 +54,25 @@ def values(value: Any, objects: bool = True, around: tuple[int, ...] = ()) -> It
         yield from values(child, objects, (*around, id(value)))
 
 
-def changed(name: str, value: Any, leaf: Callable[[str, Any], Any], around: tuple[int, ...] = ()) -> Any:
-    """The same structure with another value at each leaf; containers without one that changed are kept themselves."""
+def named_batch(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by the names their inputs have."""
+    return tensors(_root(batch), batch)
+
+
+def changed(batch: Any, leaf: Callable[[str, Any], Any]) -> Any:
+    """The same batch with another value at each leaf, which is given with its name; containers without one that changed are kept themselves."""
+    return _changed(_root(batch), batch, leaf)
+
+
+def _root(batch: Any) -> str:
+    return "batch.0" if isinstance(batch, Tensor) else "batch"
+
+
+def _changed(name: str, value: Any, leaf: Callable[[str, Any], Any], around: tuple[int, ...] = ()) -> Any:
     inside = None if id(value) in around else children(value)
     if inside is None:
         return leaf(name, value)
-    new = [(key, child, changed(f"{name}.{_part(value, key)}", child, leaf, (*around, id(value)))) for key, child in inside]
+    new = [(key, child, _changed(f"{name}.{_part(value, key)}", child, leaf, (*around, id(value)))) for key, child in inside]
     return value if all(a is b for _, a, b in new) else _rebuilt(value, [(key, b) for key, _, b in new])
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.frontend.capture.batch_numbers import Answers, BatchNumber
-from weft.frontend.capture.batches import leaves, tensors
+from weft.frontend.capture.batches import leaves, named_batch
 from weft.frontend.capture.kept import Kept, NotConstant
 from weft.frontend.capture.places import (
     MISSING,
@@ -430,7 +430,7 @@ class Reads:
         return all(now[k] == x for k, x in self._environment.items()) and self._batch_holds(batch) and self._answers_hold(batch)
 
     def _answers_hold(self, batch: Any) -> bool:
-        given = tensors("batch.0" if isinstance(batch, Tensor) else "batch", batch) if self.asked else {}
+        given = named_batch(batch) if self.asked else {}
         return all(asked.holds(given, self.answers) for asked in self.asked)
 
     @functools.cached_property

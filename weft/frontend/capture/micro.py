@@ -21,9 +21,9 @@ from weft.core.layout import Layout, Mesh, P, Placement, R, Replicated, S, dim_s
 from weft.core.node import Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
 from weft.core.role import Role
-from weft.frontend.capture.batches import changed
+from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.blocks import Instance
-from weft.frontend.capture.step import Captured, named_batch
+from weft.frontend.capture.step import Captured
 from weft.ops.attention import attention_op
 from weft.ops.custom_gradient import own_gradient, rule_of
 from weft.ops.embed import take
@@ -126,7 +126,7 @@ def micro_batch(batch: Any, k: int, parts: int) -> Any:
     def cut(name: str, x: Any) -> Any:
         return x.chunk(parts, dims[name])[k].clone() if isinstance(x, torch.Tensor) and name in dims else x
 
-    return changed("batch.0" if isinstance(batch, torch.Tensor) else "batch", batch, cut)
+    return changed(batch, cut)
 
 
 # -- derivation ----------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from weft.core.node import Node, constant, remade, toposort, user_line
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture.batch_numbers import SharedLayer
-from weft.frontend.capture.batches import tensors
+from weft.frontend.capture.batches import named_batch, tensors
 from weft.frontend.capture.blocks import Instance
 from weft.frontend.capture.calls import ModuleCall
 from weft.frontend.capture.complexes import refuse_complex
@@ -120,11 +120,6 @@ def lesson(target: str) -> str:
     )
     register_lowering(torch.ops.{target})({name})
 """
-
-
-def named_batch(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by the names their inputs have."""
-    return tensors("batch.0" if isinstance(batch, Tensor) else "batch", batch)
 
 
 class Step:

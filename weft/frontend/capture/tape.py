@@ -54,7 +54,7 @@ class Tape:
 
     def batch(self, example: Any) -> Any:
         """The batch as inputs: the same structure, of traced tensors."""
-        return changed("batch.0" if isinstance(example, Tensor) else "batch", example, self._leaf)
+        return changed(example, self._leaf)
 
     def _leaf(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
