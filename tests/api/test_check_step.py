@@ -308,3 +308,26 @@ def test_ranks_compare_it_from_rows_of_their_own(tmp_path: Path) -> None:
             step(rows)
 
     on_ranks(2, job, tmp_path)
+
+
+class Cancelled(torch.nn.Module):
+    """Its biases stand before a batch norm of two samples, so their gradients are rounding alone, and exactly zero in some order of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6)), torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        return self.norm(x)
+
+
+def test_gradients_that_are_rounding_alone_are_torchs() -> None:
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = Cancelled()
+        adam = torch.optim.Adam(model.parameters())
+        step = parallelize(model, lambda m, x: m(x).square().mean(), adam, torch.randn(8, 8), "dp1,micro4", allow_micro_mean=True)
+        assert step.judged is not None

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from weft.api import check_cost, eager
 from weft.api.check_blocks import by_blocks, filled
-from weft.api.deviation import Deviation, Values, allowed, compared, refusal, run, scaled
+from weft.api.deviation import Deviation, Values, allowed, compared, moved, refusal, run, scaled
 from weft.api.eager import How, Loss, Moment
 from weft.core.errors import CaptureError, PlanError
 from weft.core.names import original
 from weft.core.node import Node, constant
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
+from weft.frontend.capture.batches import changed
 from weft.frontend.capture.joint import substituted
 from weft.frontend.capture.micro import batch_dims_of, micro_batch
 from weft.ops.source import input_node
@@ -160,6 +161,8 @@ def _check_samples(captured: Captured, case: Case, example: Any, samples: str, s
         if want is None:
             continue
         apart = sides.deviations(want)
+        if max(apart.values()).allowed > 1 and (again := sides.torch(whose, sides.allowed.digit)) is not None:
+            apart = sides.deviations(want, again)
         name = max(apart, key=lambda n: apart[n])
         if apart[name].allowed <= 1:
             farthest = max(apart, key=lambda n: apart[n].relative)
@@ -185,13 +188,16 @@ class Sides:
 
     # -- torch -----------------------------------------------------------------------------------------------------------------
 
-    def torch(self, whose: Any) -> dict[str, Tensor | None] | None:
-        """The step in plain torch; None where it does not run, and `trouble` says why."""
-        case = self.case
+    def torch(self, whose: Any, digit: float = 0.0) -> dict[str, Tensor | None] | None:
+        """The step in plain torch, from parameters and a batch moved by a digit where one is given; None where it does not run, and `trouble` says why."""
+        case, given, example = self.case, self.given, self.example
+        if digit:
+            given = {**given, **{n: moved(x, digit, n) for n, x in self.inputs().items() if n in self.captured.parameters}}
+            example = changed(example, lambda n, x: moved(x.detach(), digit, n) if isinstance(x, Tensor) else x)
         try:
             with eager.unnoticed(case.moment, self.device), whose(case.model, case.optimizer, self.device) as pair:
-                eager.load(self.captured, case.model, pair, self.given)
-                return case.stepped(self.captured, pair, self.example)
+                eager.load(self.captured, case.model, pair, given)
+                return case.stepped(self.captured, pair, example)
         except Exception as e:  # whatever the user's own code raises
             self.trouble = f"{type(e).__name__}: {e}"
             return None
@@ -204,13 +210,13 @@ class Sides:
         values |= {n: x for n, x in {**self.given, "seed": torch.tensor(0)}.items() if n in values}
         return {n: x.detach().to(self.device) for n, x in values.items()}
 
-    def deviations(self, want: Mapping[str, Tensor | None]) -> dict[str, Deviation]:
-        """By name, how far the program is from torch."""
+    def deviations(self, want: Mapping[str, Tensor | None], again: Mapping[str, Tensor | None] | None = None) -> dict[str, Deviation]:
+        """By name, how far the program is from torch; `again` is torch's answer to inputs moved by a digit."""
         given = self.inputs()
         out: dict[str, Deviation] = {}
         for program, more in self._programs(want):
             tolerance = self.allowed.update if more else self.allowed.tolerance
-            out |= compared(program, {**given, **more}, want, self.device, tolerance, self.allowed.digit)
+            out |= compared(program, {**given, **more}, want, self.device, tolerance, self.allowed.digit, {} if more else again or {})
         return out | self._untouched(want, given)
 
     def values(self) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,8 +57,12 @@ def run(program: Program, given: Values, device: torch.device) -> dict[str, Tens
         return interp.run_global(program, given, device=device)  # the context reaches nobody where torch's functions are not listened to
 
 
-def compared(program: Program, given: Values, want: Mapping[str, Tensor | None], device: torch.device, tolerance: float, digit: float) -> dict[str, Deviation]:
-    """How far every output of the program is from what is wanted; where torch has no gradient, zeros are."""
+def compared(
+    program: Program, given: Values, want: Mapping[str, Tensor | None], device: torch.device, tolerance: float, digit: float,
+    torchs: Mapping[str, Tensor | None] = MappingProxyType({}),
+) -> dict[str, Deviation]:  # fmt: skip
+    """How far every output of the program is from what is wanted; where torch has no gradient, zeros are. What moving the inputs by a digit does to the
+    program, and to torch's answer (`torchs`), is rounding: a gradient that cancels may be exactly zero in one of them."""
     start = {n: given[n] for n in program.input_names}
     found = run(program, start, device)
     expected = {n: torch.zeros_like(found[n]) if want[n] is None else want[n] for n in found if n in want}
@@ -66,7 +71,9 @@ def compared(program: Program, given: Values, want: Mapping[str, Tensor | None],
     if all(x.allowed <= 1 for x in apart.values()):
         return apart
     again = run(program, {n: moved(x, digit, n) for n, x in start.items()}, device)
-    return {n: scaled(found[n], x, tolerance, distance(again[n], found[n]), before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
+    rounding = {n: [distance(again[n], found[n]), *([distance(y, x)] if (y := torchs.get(n)) is not None else [])] for n, x in expected.items()}  # type: ignore[arg-type]
+    most = {n: max(filter(math.isfinite, by), default=0.0) for n, by in rounding.items()}
+    return {n: scaled(found[n], x, tolerance, most[n], before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
