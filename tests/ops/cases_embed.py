@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.ops.cases_norm import gradient_of
 from tests.ops.harness import Input, case, distinct, index, normal
 from weft.core.node import op_named
-from weft.ops import embed, fill, loss, order, segment
+from weft.ops import comm, embed, fill, loss, order, segment
 from weft.ops.rotary import rotary
 
 
@@ -102,6 +102,14 @@ _LOOKUPS = [
         _segment_max_of_nine,
         normal(7),
         index(9, 7),
+    ),
+    case(
+        "segment_max of sharded segments",
+        lambda x, i: segment.segment_max(x, i, comm.slice_(fill.arange(4, x.mesh), axis=next(iter(x.mesh.axes)), dim=0)),
+        _segment_max,
+        normal(7, 3),
+        index(4, 7),
+        refused="the axis shards the segments",
     ),
     case(
         "put along a later dim",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from weft.core.node import Attrs, Node
+from weft.ops.comm import all_reduce_partials
 from weft.ops.embed import find, first_elements, need_index, put, take
 from weft.ops.fill import full
 from weft.ops.pointwise import cast, eq, maximum
@@ -31,7 +32,7 @@ def _run(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tens
 def _vjp(n: Node, ct: Node) -> Any:
     """Rows that attain the maximum share the cotangent."""
     x, index, rows = n.args
-    hit = cast(eq(x, take(n, index, 0)), dtype=x.dtype)
+    hit = cast(eq(x, all_reduce_partials(take(n, index, 0))), dtype=x.dtype)  # partial where the segments are sharded
     ties = put(hit, index, rows, 0)
     one = reshape(full((), 1.0, x.mesh, x.dtype), (1,) * x.ndim)
     return hit * take(ct / maximum(ties, one), index, 0), None, None
