@@ -113,7 +113,7 @@ class StagedStep:
 
     @cached_property
     def beside(self) -> dict[tuple[int, str], float]:
-        """Bytes that a pass holds at most beside its inputs."""
+        """Bytes that a pass holds at most in addition to its inputs."""
         turns = {(s.number, kind): self.turn(s, kind) for s in self.stages for kind in PASSES}
         return {key: 0.0 if p is None else max(0.0, peak_bytes(p) - sum(nbytes(n.type) for n in p.inputs)) for key, p in turns.items()}
 
