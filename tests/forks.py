@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,10 @@ s.connect({where!r})
 told = json.dumps([argv, os.getcwd(), dict(os.environ)]).encode()
 s.sendmsg([len(told).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 s.sendall(told)
-said = s.recv(1)
-os._exit(said[0] if said else 1)
+code = int(s.recv(8) or b"1")
+if code < 0:
+    os.kill(os.getpid(), -code)
+os._exit(code)
 """
 
 
@@ -64,7 +65,7 @@ def started(folder: Path) -> Iterator[Path]:
 
 
 def serve(where: str, python: str) -> None:
-    for name in ("transformers.models.llama.modeling_llama", "weft.api.parallelize", "weft.plan.ask", "weft_zoo"):
+    for name in ("transformers.models.llama.modeling_llama", "torch._dynamo", "weft.api.parallelize", "weft.plan.ask", "weft_zoo"):
         importlib.import_module(name)
     sys.executable = python
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -106,7 +107,7 @@ def attend(line: socket.socket) -> None:
                 line = socket.socketpair()[0]
                 line.settimeout(0.02)
     with contextlib.suppress(OSError):
-        line.send(bytes([os.waitstatus_to_exitcode(status) & 0xFF]))
+        line.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 
@@ -127,8 +128,8 @@ def run(argv: list[str], folder: str, env: dict[str, str], fds: Any) -> None:
             cli.main()
     except SystemExit as done:
         status = done.code
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def run_ranks(
             (folder / f"error{rank}").write_text(traceback.format_exc())
             os._exit(1)
 
+    importlib.import_module("torch._dynamo")  # torch loads it with the first optimizer: once here, not on every rank
     context = mp.get_context("fork")
     ranks = [context.Process(target=child, args=(r,), daemon=True) for r in range(world)]
     for process in ranks:

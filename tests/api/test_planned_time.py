@@ -106,9 +106,12 @@ def test_a_plan_takes_what_its_step_is_predicted_to(name: str, tmp_path: Path) -
     as_predicted(MODELS, name, PINS, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "vit", "bert"])
-def test_so_does_one_of_a_stack_of_blocks(name: str, tmp_path: Path) -> None:
-    as_predicted(STACKS, name, (*PINS[:5], "dp=2,zero=0,recompute=full", "dp=2,zero=1,micro_batches=2", "pp=2,micro_batches=4,recompute=full"), tmp_path)
+STACK_PINS = (*PINS[:5], "dp=2,zero=0,recompute=full", "dp=2,zero=1,micro_batches=2", "pp=2,micro_batches=4,recompute=full")
+
+
+@pytest.mark.parametrize(("name", "pins"), [("llama", STACK_PINS), ("gpt", STACK_PINS[::2]), ("vit", STACK_PINS[1::2]), ("bert", STACK_PINS[3:6])])
+def test_so_does_one_of_a_stack_of_blocks(name: str, pins: tuple[str, ...], tmp_path: Path) -> None:
+    as_predicted(STACKS, name, pins, tmp_path)
 
 
 def as_predicted(source: str, name: str, every: tuple[str, ...], tmp_path: Path) -> None:

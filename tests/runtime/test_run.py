@@ -37,14 +37,20 @@ dist.destroy_process_group()
 """
 
 
-def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(how: str, folder: Path, commands: Path | None = None) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "WEFT_TIMEOUT": "3" if how in ("hang", "native") else "60"}
-    return subprocess.run(
-        [sys.executable, "-m", "weft", "run", "-n", "2", str(script), how], capture_output=True, text=True, timeout=100, env=env
-    )
+    return weft_run("-n", "2", str(script), how, commands=commands, seconds="3" if how in ("hang", "native") else "60")
+
+
+def weft_run(*words: str, commands: Path | None = None, seconds: str = "60") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; of `commands`, in a fork of one that has loaded all, as its ranks are."""
+    how = [sys.executable, "-m", "weft"] if commands is None else [str(commands / "weft")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WEFT_TIMEOUT": seconds}
+    return subprocess.run([*how, "run", *words], capture_output=True, text=True, timeout=100, env=env)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +62,9 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ("native", "rank 0, 1 no longer runs"),
     ],
 )
-def test_a_failed_run_says_which_rank_and_where(how: str, said: str, tmp_path: Path) -> None:
+def test_a_failed_run_says_which_rank_and_where(how: str, said: str, tmp_path: Path, commands: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    done = run(how, tmp_path)
+    done = run(how, tmp_path, commands if how == "raise" else None)  # what is left of the others would not be found among forks
     assert done.returncode == 1
     assert said in done.stderr, done.stderr
     assert done.stderr.count("RuntimeFault") == 1, done.stderr
@@ -67,22 +73,22 @@ def test_a_failed_run_says_which_rank_and_where(how: str, said: str, tmp_path: P
     assert not subprocess.run(["pgrep", "-f", str(tmp_path / "script.py")], capture_output=True, text=True).stdout
 
 
-def test_a_run_that_ends_well_is_quiet(tmp_path: Path) -> None:
-    done = run("well", tmp_path)
+def test_a_run_that_ends_well_is_quiet(tmp_path: Path, commands: Path) -> None:
+    done = run("well", tmp_path, commands)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0", "1", "ended", "ended"]
 
 
-def test_what_a_script_made_is_not_taken_down_before_its_process(tmp_path: Path) -> None:
+def test_what_a_script_made_is_not_taken_down_before_its_process(tmp_path: Path, commands: Path) -> None:
     """A reducer of DDP waits, as it dies, for threads that may wait for it."""
     script = tmp_path / "script.py"
     script.write_text("class Kept:\n    def __del__(self): print('taken down', flush=True)\nkept = Kept()\nprint('made', flush=True)\n")
-    done = subprocess.run([sys.executable, "-m", "weft", "run", "-n", "1", str(script)], capture_output=True, text=True, timeout=100)
+    done = weft_run("-n", "1", str(script), commands=commands)
     assert done.returncode == 0 and done.stdout == "made\n", done
 
 
-def test_a_missing_script_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-m", "weft", "run", "no/such/script.py"], capture_output=True, text=True, timeout=60)
+def test_a_missing_script_is_refused(commands: Path) -> None:
+    done = weft_run("no/such/script.py", commands=commands)
     assert done.returncode == 1
     assert "no script no/such/script.py" in done.stderr
 
@@ -125,17 +131,14 @@ def start_on(hosts: Hosts, k: int, script: Path) -> subprocess.Popen[str]:
     """Two ranks on host k."""
     launch = ["weft", "run", "-n", "2", "--hosts", "2", "--host", str(k), "--meet-at", f"{hosts.addresses[0]}:29613", str(script)]
     command = ["ip", "netns", "exec", hosts.names[k], sys.executable, "-m", *launch]
-    root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.links[k], "PYTHONPATH": str(root), "WEFT_TIMEOUT": "60"}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.links[k], "PYTHONPATH": str(ROOT), "WEFT_TIMEOUT": "60"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-def test_ranks_that_are_refused_alike_print_it_once_without_the_library_s_frames(tmp_path: Path) -> None:
+def test_ranks_that_are_refused_alike_print_it_once_without_the_library_s_frames(tmp_path: Path, commands: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from weft.plan.spec import Spec\n\nSpec.parse('dp2,zerro1')\n")
-    root = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-m", "weft", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(root)})
+    done = weft_run("-n", "2", str(script), commands=commands)
     assert done.returncode == 1 and done.stderr.count("PlanError: no plan 'dp2,zerro1'") == 1, done.stderr
     assert "Spec.parse('dp2,zerro1')" in done.stderr and "spec.py" not in done.stderr and "runpy" not in done.stderr, done.stderr
     assert "see the error above" in done.stderr
