@@ -99,8 +99,25 @@ def several(params: Any) -> Optimizer:
     return torch.optim.AdamW([{"params": [p for p in params if p.ndim > 1]}, flat], lr=torch.tensor(0.01, dtype=torch.float64), weight_decay=0.1)
 
 
+class Counting(Optimizer):
+    """Counts in an attribute of its own, reads others, and makes its steps by a flag and by the count."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen, self.boost, self.signs = 0, 1.0, False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.seen += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    x = p.grad.sign() if self.signs and self.seen % 2 else p.grad
+                    p.add_(x, alpha=-group["lr"] * self.boost / math.sqrt(self.seen))
+
+
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "lion": Lion, "per row": PerRow, "orthogonal": Orthogonal, "normed": Normed, "groups": several,
+    "lion": Lion, "per row": PerRow, "orthogonal": Orthogonal, "normed": Normed, "groups": several, "counting": Counting,
     "nadam": lambda p: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True), "asgd": lambda p: torch.optim.ASGD(p, t0=1),
     "adafactor": lambda p: torch.optim.Adafactor(p, weight_decay=0.1), "radam": lambda p: torch.optim.RAdam(p, betas=(0.8, 0.7)),
     "rprop": torch.optim.Rprop, "sgd": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -125,12 +142,13 @@ def slower(optimizer: Optimizer) -> None:
 
 
 def left(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    return [*(p.detach() for p in model.parameters()), *tree_leaves(optimizer.state_dict()["state"]), *[g.get("step") for g in optimizer.param_groups]]
+    own = [*(g.get("step") for g in optimizer.param_groups), getattr(optimizer, "seen", None)]
+    return [*(p.detach() for p in model.parameters()), *tree_leaves(optimizer.state_dict()["state"]), *own]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_as_torch_steps(plan: str, tmp_path: Path) -> None:
-    makers = dict(list(MAKERS.items())[: None if plan == "dp2,zero3" else 6])
+    makers = dict(list(MAKERS.items())[: None if plan == "dp2,zero3" else 7])
 
     def job(rank: int) -> None:
         found = {}
@@ -162,6 +180,37 @@ def test_as_torch_steps(plan: str, tmp_path: Path) -> None:
         for a, b in zip(found[name], left(model, optimizer), strict=True):
             assert type(a) is type(b), name
             torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("make", [Counting, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
+def test_settings_that_change_while_training(make: Callable[[Any], Optimizer]) -> None:
+    """A flag, and a number that the optimizer has in an attribute: one back and forth, the other onwards."""
+
+    def change(optimizer: Optimizer, i: int) -> None:
+        if isinstance(optimizer, Counting):
+            optimizer.signs, optimizer.boost = i % 2 == 1, 1.0 + i
+        else:
+            optimizer.param_groups[0]["nesterov"] = i % 2 == 1
+
+    found = []
+    for parallel in (True, False):
+        model = net()
+        optimizer = make(model.parameters())
+        step = parallelize(model, loss, optimizer, BATCHES[0], "dp1", check=False) if parallel else None
+        for i, x in enumerate(BATCHES):
+            change(optimizer, i)
+            if step is not None:
+                step(x)
+                continue
+            optimizer.zero_grad()
+            loss(model, x).backward()
+            optimizer.step()
+        if step is not None:
+            step.sync_model()
+            step.sync_optimizer()
+        found.append(left(model, optimizer))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
 def test_frozen_parameters_cost_nothing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from weft.frontend.capture import Captured
 from weft.frontend.capture.handlers import ATEN
 from weft.frontend.capture.micro import micro_batch
 from weft.frontend.capture.modes import _twin
-from weft.frontend.capture.optimizer_settings import COUNT
+from weft.frontend.capture.optimizer_settings import COUNT, settings_home
 from weft.frontend.capture.optimizers import counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
 from weft.ops.pointwise import uniform_at
@@ -289,7 +289,7 @@ def load(captured: Captured, original: nn.Module, pair: Pair, given: Mapping[str
         if name.startswith("group."):
             before = f"group_{name.removeprefix('group.')}_"
             at = next(k for k in captured.states if k.startswith(before)).partition(".")[2]
-        kept = optimizer.param_groups[int(name.removeprefix("group."))] if before else optimizer.state[own[name]]
+        kept = settings_home(optimizer, name.removeprefix("group.")) if before else optimizer.state[own[name]]
         device = torch.device("cpu") if before else own[name].device
         values = {s: given[k] for s in update.outputs if (k := f"{before}{s}.{at}") in given and s != "param"}
         values |= {s: torch.tensor(steps + captured.counts.get(name, 0)) for s in update.counted}

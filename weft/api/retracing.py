@@ -34,7 +34,7 @@ from weft.frontend.capture.batch_numbers import Answers
 from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.kept import Kept
-from weft.frontend.capture.optimizer_settings import COUNT, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, OWN, all_settings, settings_home
 from weft.frontend.capture.places import Change, Place, holds_traced, is_number
 from weft.ops.pointwise import add, mul
 
@@ -89,7 +89,8 @@ class Variants:
         self.times: Counter[str] = Counter()
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
-        self._keys = [set(g) for g in optimizer.param_groups] if optimizer is not None else []  # what a scheduler adds later is its own
+        self._keys: dict[str, set[str]] = {}  # of the optimizer's settings; what a scheduler adds later is its own
+        self._know_keys()
         self._settings = self._settings_now()
         self.together = RankSync(run)
         self.brought = Brought(self.together)
@@ -170,8 +171,8 @@ class Variants:
         self.make, step.forms = make, self
         self.answers.forget()
         self.answers.state = lambda name: step.full(name).detach().cpu() if name in step.state_names else self._of_module(name)
-        for i, keys in enumerate(self._keys):  # numbers of a group that its own step changes are state
-            keys -= step.captured.updates[f"group.{i}"].nest.keys() if f"group.{i}" in step.captured.updates else set()
+        for g, keys in self._keys.items():  # numbers of a group that its own step changes are state
+            keys -= step.captured.updates[f"group.{g}"].nest.keys() if f"group.{g}" in step.captured.updates else set()
         self._settings = self._settings_now()
         self.kept.append(Form(step.traced, step.reads, self.given, _own(step)))
         return step
@@ -207,7 +208,8 @@ class Variants:
         changes = [*step.reads.changes(batch), *self._settings_changed(step)]
         self.times.update(c.words for c in changes)
         for form in reversed(self.kept):
-            if self._may_be(form) and form.fits(shapes) and form.reads.hold(batch) and _answers_hold(step, form.attributes["captured"]):
+            same = self._may_be(form) and form.fits(shapes) and self._same_settings(form)
+            if same and form.reads.hold(batch) and _answers_hold(step, form.attributes["captured"]):
                 self._agree(form.program, form.reads, batch, form, step)
                 self._use(step, form.reads, form, batch, shapes)
                 return
@@ -220,10 +222,17 @@ class Variants:
     def _asked(self, step: Step) -> None:
         """Say where Python asks for numbers that are others now."""
         self.asks += any(q.of_state for q in step.reads.asked)
-        lines = ", ".join(dict.fromkeys(q.words for q in step.reads.asked))
+        lines = ", ".join(dict.fromkeys(q.words for q in step.reads.asked)) or "a setting of the optimizer"
         self._tell(f"a number that Python asks for is another ({lines}): another program is compiled for it", once="asked")
         if self.asks > 2:
             self._tell(f"numbers that Python asks for ({lines}) are others again and again: each time the step is compiled anew", once="asks")
+
+    def _same_settings(self, form: Form) -> bool:
+        """Whether all settings that are no numbers are those it was captured for."""
+        if self.optimizer is None:
+            return True
+        now, then = all_settings(self.optimizer, self._keys), form.attributes["captured"].groups
+        return all(dict(s.form).items() <= dict(then[g].form).items() for g, s in now.items() if g in then)
 
     def _may_be(self, form: Form) -> bool:
         return form.given == self.given and not (form.ranged and self.exact)
@@ -456,34 +465,40 @@ class Variants:
 
     def _settings_now(self) -> Any:
         """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
-        found = []
-        for i, g in enumerate(self.optimizer.param_groups) if self.optimizer is not None else ():
-            now = settings_of({k: x for k, x in g.items() if i >= len(self._keys) or k in self._keys[i]})
-            found.append((len(g["params"]), now.form, [x for k, x in now.numbers.items() if k != "lr" and k not in self.given]))
-        return found
+        if self.optimizer is None:
+            return None
+        now = all_settings(self.optimizer, self._keys)
+        others = {g: (s.form, [x for k, x in s.numbers.items() if k != "lr" and k not in self.given]) for g, s in now.items()}
+        return [len(g["params"]) for g in self.optimizer.param_groups], others
+
+    def _know_keys(self) -> None:
+        if self.optimizer is not None:
+            self._keys |= {g: set(settings_home(self.optimizer, g)) for g in all_settings(self.optimizer) if g not in self._keys}
 
     def _settings_changed(self, step: Step) -> list[Change]:
         """Settings that were numbers of the program become inputs; another form of the optimizer is another program, or refused."""
         if self.optimizer is None or self._settings_hold():
             return []
-        groups, before = self.optimizer.param_groups, step.captured.groups
-        if [len(g["params"]) for g in groups[: len(before)]] != [n for n, *_ in self._settings]:
+        (sizes, _), groups = self._settings, self.optimizer.param_groups
+        if [len(g["params"]) for g in groups[: len(sizes)]] != sizes:
             raise RuntimeFault(
                 "the optimizer has other parameter groups than when the step was made",
-                needed=f"{len(before)} groups of the same parameters, and those that add_param_group adds",
+                needed=f"{len(sizes)} groups of the same parameters, and those that add_param_group adds",
                 found=f"{len(groups)} groups of {', '.join(str(len(g['params'])) for g in groups)} parameters",
                 try_="optimizer.add_param_group, or parallelize again",
             )
         found = []
-        if len(groups) > len(before):
-            self._keys += [set(g) for g in groups[len(before) :]]
+        if len(groups) > len(sizes):
+            self._know_keys()
             self.kept, self.ranges = [], []
-            found.append(Change("the optimizer's groups", len(before), len(groups)))
-        for i, (group, was) in enumerate(zip(groups, before, strict=False)):
-            now = settings_of({k: x for k, x in group.items() if k in self._keys[i]}).numbers
-            moved = [k for k, x in now.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
+            found.append(Change("the optimizer's groups", len(sizes), len(groups)))
+        now = all_settings(self.optimizer, self._keys)
+        for g, was in step.captured.groups.items():
+            of = "the optimizer" if g == OWN else f"the optimizer's group {g}"
+            moved = [k for k, x in now[g].numbers.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
             self.given |= set(moved)
-            found += [Change(f"{k} of the optimizer's group {i}", was.numbers.get(k), now[k]) for k in moved]
+            found += [Change(f"{k} of {of}", was.numbers.get(k), now[g].numbers[k]) for k in moved]
+            found += [Change(f"{k} of {of}", dict(was.form).get(k), x) for k, x in now[g].form if x != dict(was.form).get(k)]
         self._settings = self._settings_now()
         return found
 

@@ -35,7 +35,7 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizer_settings import COUNT
+from weft.frontend.capture.optimizer_settings import COUNT, settings_home
 from weft.frontend.capture.optimizers import note_updates, put_state
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.plan.place import place
@@ -375,7 +375,7 @@ class Step(StepState):
                 first = next(k for k in self.captured.states if k.startswith(f"group_{name.removeprefix('group.')}_"))
                 at, before = first.partition(".")[2], f"group_{name.removeprefix('group.')}_"
                 values = {s: self.full(f"{before}{s}.{at}") for s in update.outputs}
-                put_state(self.optimizer.param_groups[int(name.removeprefix("group."))], update, values, torch.device("cpu"))
+                put_state(settings_home(self.optimizer, name.removeprefix("group.")), update, values, torch.device("cpu"))
                 continue
             p = own[original(name.removeprefix("param."))]
             values = {s: self.full(f"{s}.{name.removeprefix('param.')}") for s in update.outputs if s != "param" and s not in update.counted}

@@ -20,7 +20,7 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
-from weft.frontend.capture.optimizer_settings import COUNT, is_given, number, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, all_settings, is_given, number
 
 if TYPE_CHECKING:
     from weft.api.retracing import Variants
@@ -109,10 +109,8 @@ class StepState:
 
     def _settings(self) -> dict[str, float]:
         """The optimizer's settings that are inputs, as they are now."""
-        groups, given = self.optimizer.param_groups, self.captured.given
-        if not given - {COUNT}:
-            return {f"lr.{i}": number(g["lr"]) for i, g in enumerate(groups) if "lr" in g}
-        return {f"{k}.{i}": x for i, g in enumerate(groups) for k, x in settings_of(g).numbers.items() if is_given(k, given)}
+        found = all_settings(self.optimizer)
+        return {f"{k}.{g}": x for g, s in found.items() for k, x in s.numbers.items() if is_given(k, self.captured.given)}
 
     def on_step(self, tell: Callable[[int, dict[str, float]], Any]) -> None:
         """Call `tell(step, values)` after every step, on rank 0: loss, gradient norm and rates, as W&B, TensorBoard and others take them."""

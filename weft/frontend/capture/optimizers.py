@@ -114,7 +114,7 @@ class Updates:
     """What one call of an optimizer's step does, of every parameter by its number, and of groups where their numbers change."""
 
     of: Sequence[Update]
-    groups: Mapping[int, Update]
+    groups: Mapping[str, Update]  # by their number, and OWN
     settings: Mapping[str, Node]  # `lr.0` and others that are inputs
     count: Node | None  # which update it is, where that matters next to state that counts
     guards: Mapping[Node, bool]  # questions about settings, and the answers it holds for
@@ -171,9 +171,10 @@ def _captured(optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Tens
 def _traced(
     optimizer: torch.optim.Optimizer, params: Any, given: Any, dtype: torch.dtype | None = None, both: bool = True
 ) -> tuple[StandIns, dict[Leaf, Node]]:
-    keys: list[set[str]] = [set() for _ in optimizer.param_groups]
+    keys: dict[str, set[str]] = {}
     while True:
         stood = StandIns(optimizer, params, given, dtype, group_keys=keys)
+        keys = stood.group_keys
         stood.questions.both = both
         try:
             return stood, stood.traced()
@@ -219,7 +220,7 @@ def _counts(before: Node | None, after: Node, initial: Node | None) -> bool:
 
 def _is_separable(stood: StandIns, out: Mapping[Leaf, Node]) -> bool:
     """Whether what becomes of a parameter depends on its own inputs, settings and its group's numbers alone."""
-    shared = {"", *(f"group{i}" for i in range(len(stood.group_keys)))}
+    shared = {"", *(f"group{g}" for g in stood.group_keys)}
     return all(stood.owner[n] in {who, *shared} for (who, _), root in out.items() for n in toposort([root]) if n.op is input_op)
 
 
@@ -232,7 +233,7 @@ def _same_update(a: Update, b: Update) -> bool:
 
 
 def _updates(tried: Sequence[StandIns], out: Mapping[Leaf, Node], of: Sequence[Update], apart: bool) -> Updates:
-    groups = {i: _update(tried[0], out, f"group{i}") for i, keys in enumerate(tried[0].group_keys) if keys}
+    groups = {g: _update(tried[0], out, f"group{g}") for g, keys in tried[0].group_keys.items() if keys}
     inputs = {n: x for stood in tried for n, x in stood.recorder.inputs.items()}
     settings = {n: x for n, x in inputs.items() if x.role is Role.SETTING}
     return Updates(of, groups, settings, inputs.get(f"{COUNT}."), {k: x for stood in tried for k, x in stood.questions.guards.items()}, apart)

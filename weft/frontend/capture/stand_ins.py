@@ -18,7 +18,7 @@ from weft.core.role import Role
 from weft.frontend.capture.handlers import to_dtype
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import WIDE, Number, Questions, Value, asking, number_of
-from weft.frontend.capture.optimizer_settings import COUNT, HOW, is_given, is_single_number, number, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, HOW, OWN, all_settings, is_given, is_single_number, number, settings_home
 from weft.frontend.capture.recorder import Recorder
 from weft.ops import pointwise as w
 from weft.ops.source import input_op
@@ -65,18 +65,17 @@ class StandIns:
     late: set[Leaf] = field(default_factory=set)  # state whose first value is made of gradients
     trees: dict[str, dict[Any, Any]] = field(default_factory=dict)  # of each parameter or group: key -> (how it is nested, what its leaves are)
     owner: dict[Node, str] = field(default_factory=dict)
-    group_keys: list[set[str]] = field(default_factory=list)  # numbers of a group that the step changes
+    group_keys: dict[str, set[str]] = field(default_factory=dict)  # numbers of a group, or of the optimizer itself, that the step changes
 
     def __post_init__(self) -> None:
-        groups = self.optimizer.param_groups
-        self.settings = [settings_of(g) for g in groups]
-        values = {f"{k}.{i}": x for i, s in enumerate(self.settings) for k, x in s.numbers.items() if is_given(k, self.given)}
-        self.questions = Questions(values)
-        self.group_keys = self.group_keys or [set() for _ in groups]
+        self.settings = all_settings(self.optimizer)
+        self.questions = Questions({f"{k}.{g}": x for g, s in self.settings.items() for k, x in s.numbers.items() if is_given(k, self.given)})
+        self.group_keys = self.group_keys or {g: set() for g in (*self.settings, OWN)}
         for k, (_, p, _) in enumerate(self.params):
             self._note(f"p{k}", self.optimizer.state.get(p, {}))
-        for i, keys in enumerate(self.group_keys):
-            self._note(f"group{i}", {key: groups[i][key] for key in keys if key in groups[i]})
+        for g, keys in self.group_keys.items():
+            home = settings_home(self.optimizer, g)
+            self._note(f"group{g}", {key: home[key] for key in keys if key in home})
 
     def _note(self, who: str, state: Mapping[Any, Any]) -> None:
         self.trees[who] = {key: self._tree(x) for key, x in state.items()}
@@ -141,15 +140,15 @@ class StandIns:
                 made.append(leaf if isinstance(leaf, Tensor) else Number(Value(now)))
         return tree_unflatten(made, spec)
 
-    def _setting(self, i: int, key: str, x: Any) -> Any:
+    def _setting(self, group: str, key: str, x: Any) -> Any:
         """A setting as the step sees it: an input if it is given, else as it is."""
         if key in HOW:
             return HOW[key]
         if isinstance(x, (tuple, list)) and x and all(map(is_single_number, x)):
-            return type(x)(self._setting(i, f"{key}_at_{j}", v) for j, v in enumerate(x))
+            return type(x)(self._setting(group, f"{key}_at_{j}", v) for j, v in enumerate(x))
         if not is_single_number(x) or not is_given(key, self.given):
             return number(x) if isinstance(x, Tensor) and x.numel() == 1 and self.dtype is not None else x
-        node = self.input(f"{i}", key, (), WIDE, Role.SETTING)
+        node = self.input(group, key, (), WIDE, Role.SETTING)
         self.owner[node] = ""
         if not isinstance(x, Tensor):
             return Number(Value(node))
@@ -160,10 +159,14 @@ class StandIns:
         mine: Any = object.__new__(type(self.optimizer))
         mine.__dict__.update(self.optimizer.__dict__)
         mine.__dict__.pop("step", None)
+        own = self.settings[OWN].numbers if OWN in self.settings else {}
+        mine.__dict__.update({k: self._setting(OWN, k, mine.__dict__[k]) for k in own if k not in self.group_keys[OWN]})
+        mine.__dict__.update({k: self._stand_in(f"group{OWN}", k) for k in self.group_keys[OWN]})
         stood, states, groups = [], defaultdict[Any, Any](_Kept), []
         for i, group in enumerate(self.optimizer.param_groups):
-            kept = _Kept({k: self._setting(i, k, x) for k, x in group.items() if k != "params" and k not in self.group_keys[i]})
-            kept |= {k: self._stand_in(f"group{i}", k) for k in self.group_keys[i] if k in self.trees[f"group{i}"] and (k in group or not fresh)}
+            keys = self.group_keys[str(i)]
+            kept = _Kept({k: self._setting(str(i), k, x) for k, x in group.items() if k != "params" and k not in keys})
+            kept |= {k: self._stand_in(f"group{i}", k) for k in keys if k in self.trees[f"group{i}"] and (k in group or not fresh)}
             kept["params"] = kept_params = list[Tensor]()
             kept.begin = functools.partial(self._begin, f"group{i}")
             groups.append(kept)
@@ -182,19 +185,26 @@ class StandIns:
         before = dict(mine.__dict__)
         with torch.no_grad():
             own_step(type(self.optimizer).step)(mine)
-        changed = [k for k, x in mine.__dict__.items() if k not in before or (x is not before[k] and x != before[k])]
-        if changed or len(states) != len(stood):
-            raise CaptureError(
-                f"{type(mine).__name__} keeps state outside of its parameters' own",
-                needed="what steps hand on in self.state[p] or in the parameter groups",
-                found=f"self.{changed[0]}" if changed else "state of something else than a parameter",
-            )
+        self._require_state(mine, before, len(states) != len(stood))
         out = {(who, "param"): self.recorder.ref(t).read() for who, t in stood}
         for who, t in stood:
             out |= self._left(who, states[t])
         for i, group in enumerate(groups):
             out |= self._left_in_group(i, group)
-        return out
+        return out | self._left(f"group{OWN}", {k: mine.__dict__[k] for k in self.group_keys[OWN]})
+
+    def _require_state(self, mine: Any, before: Mapping[str, Any], elsewhere: bool) -> None:
+        """What a step leaves in the optimizer's attributes: numbers are state, all else is refused."""
+        fixed = {k: x for k, x in mine.__dict__.items() if k not in self.group_keys[OWN]}
+        changed = [k for k, x in fixed.items() if k not in before or (x is not before[k] and (isinstance(x, torch.SymFloat) or x != before[k]))]
+        if changed and all(k in before and is_number(before[k]) and is_number(fixed[k]) for k in changed):
+            raise GroupChanges(OWN, set(changed))
+        if changed or elsewhere:
+            raise CaptureError(
+                f"{type(mine).__name__} keeps state outside of its parameters' own",
+                needed="what steps hand on in self.state[p], in the parameter groups, or in numbers that the optimizer has from the start",
+                found=f"self.{changed[0]}" if changed else "state of something else than a parameter",
+            )
 
     def _left(self, who: str, state: Mapping[Any, Any]) -> dict[Leaf, Node]:
         out: dict[Leaf, Node] = {}
@@ -214,12 +224,13 @@ class StandIns:
     def _left_in_group(self, i: int, now: Mapping[str, Any]) -> dict[Leaf, Node]:
         """Numbers of a group that the step has changed are state too; those it had not been known to change are learnt."""
         before = self.optimizer.param_groups[i]
-        fixed = [k for k in now if k not in self.group_keys[i] and k not in HOW and k != "params"]
+        keys = self.group_keys[str(i)]
+        fixed = [k for k in now if k not in keys and k not in HOW and k != "params"]
         moved = [k for k in fixed if k not in before or (is_single_number(now[k]) and not isinstance(now[k], (torch.SymFloat, Tensor)) and now[k] != before[k])]
         moved += [k for k in fixed if isinstance(now[k], torch.SymFloat) and now[k].node.node.op is not input_op]
         if moved:
-            raise GroupChanges(i, set(moved))
-        return self._left(f"group{i}", {k: now[k] for k in self.group_keys[i] if k in now})
+            raise GroupChanges(str(i), set(moved))
+        return self._left(f"group{i}", {k: now[k] for k in keys if k in now})
 
     # -- both runs -------------------------------------------------------------------------------------------------------------------------
 
@@ -255,6 +266,10 @@ class StandIns:
 
 class GroupChanges(Exception):
     """A step changes numbers of a group, which are state then."""
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float, torch.SymFloat)) and not isinstance(x, bool)
 
 
 def _where(condition: Node, a: Node, b: Node) -> Node:

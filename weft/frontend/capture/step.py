@@ -27,7 +27,7 @@ from weft.frontend.capture.guards import Reads, unheard
 from weft.frontend.capture.handlers import function
 from weft.frontend.capture.joint import CustomGradient, Handle, asking_modules, hooked, hooked_gradient, refuse_graph, run_after_gradient
 from weft.frontend.capture.numbers import evaluate
-from weft.frontend.capture.optimizer_settings import COUNT, Settings, settings_of
+from weft.frontend.capture.optimizer_settings import COUNT, OWN, Settings, all_settings, settings_home
 from weft.frontend.capture.optimizers import Update, Updates, captured_updates, kept_state, require_own_step, steps_taken
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.tape import Tape
@@ -60,7 +60,7 @@ class Captured:
     states: Mapping[str, str] = field(default_factory=dict)  # `exp_avg.NAME` -> `param.NAME`
     rates: tuple[float, ...] = ()
     gradients: Mapping[str, Node] = field(default_factory=dict)  # `param.NAME` -> its gradient before clipping, where vjps made it
-    groups: tuple[Settings, ...] = ()  # the optimizer's, as they were captured
+    groups: Mapping[str, Settings] = field(default_factory=dict)  # the optimizer's, as they were captured
     updates: Mapping[str, Update] = field(default_factory=dict)  # `param.NAME`, or `group.0` -> how it is updated
     guards: Mapping[Node, bool] = field(default_factory=dict)  # what the optimizer asked about its settings, and the answers the program is for
     given: frozenset[str] = frozenset()  # settings of the groups that are inputs
@@ -75,7 +75,7 @@ class Captured:
         values = {**self.parameters, **self.buffers, **self.constants, **named_batch(batch)}
         values = {k: v.detach() for k, v in values.items()}
         values |= {k: self.begun[k] if k in self.begun else self._zeros(k) for k in self.states if k in self.program.input_names}
-        values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, group in enumerate(self.groups) for k, x in group.numbers.items()}
+        values |= {f"{k}.{i}": torch.tensor(x, dtype=torch.float64) for i, group in self.groups.items() for k, x in group.numbers.items()}
         values |= {f"lr.{i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(rates or self.rates)}
         values |= {f"{COUNT}.{p.removeprefix('param.')}": torch.tensor(step) for p in self.states.values()}
         values |= {"seed": torch.tensor(seed), "step": torch.tensor(step), **self.numbers(batch)}
@@ -131,7 +131,7 @@ class Step:
         self.states: dict[str, Node] = {}  # optimizer state by input name, its value now
         self.owners: dict[str, str] = {}
         self.rates: list[float] = []
-        self.groups: list[Settings] = []
+        self.groups: dict[str, Settings] = {}
         self.updates: dict[str, Update] = {}
         self.guards: Mapping[Node, bool] = {}
         self.begun: dict[str, Tensor] = {}
@@ -211,8 +211,8 @@ class Step:
         grads = [self.recorder.ref(t.grad).read() for _, _, t in moving]
         with unheard():
             made = captured_updates(optimizer, [(i, p, g.dtype) for (i, p, _), g in zip(moving, grads, strict=True)], self.recorder.given)
-            self.groups, self.guards = [settings_of(group) for group in optimizer.param_groups], made.guards
-            self.rates = [group.numbers.get("lr", 0.0) for group in self.groups]
+            self.groups, self.guards = all_settings(optimizer), made.guards
+            self.rates = [group.numbers.get("lr", 0.0) for g, group in self.groups.items() if g != OWN]
             self._apply(optimizer, made, [(i, names[id(t)], p, t) for i, p, t in moving], grads)
 
     def _run_hooks(self, optimizer: torch.optim.Optimizer) -> None:
@@ -234,10 +234,11 @@ class Step:
     def _apply(self, optimizer: torch.optim.Optimizer, made: Updates, moving: Sequence[tuple[int, str, Tensor, Tensor]], grads: Sequence[Node]) -> None:
         step = self.states["step"] = w.add(self._value_of_state("step", (), torch.int64), 1)
         swap = {n: self._value_of_state(name, (), torch.float64) for name, n in made.settings.items()}
-        for i, group in made.groups.items():
-            first = next(name for at, name, _, _ in moving if at == i)
-            swap |= self._state_of(group, first, f"group_{i}_", {k: x for k, x in optimizer.param_groups[i].items() if k in group.nest}, None)
-            self.updates[f"group.{i}"] = group
+        first = {str(at): name for at, name, _, _ in reversed(moving)}
+        first[OWN] = moving[0][1] if moving else ""
+        for g, group in made.groups.items():
+            swap |= self._state_of(group, first[g], f"group_{g}_", {k: x for k, x in settings_home(optimizer, g).items() if k in group.nest}, None)
+            self.updates[f"group.{g}"] = group
         swaps = []
         for (_, name, p, traced), update, grad in zip(moving, made.of, grads, strict=True):
             before = steps_taken(optimizer, p, update)
@@ -254,10 +255,9 @@ class Step:
             swap |= own
         for (i, name, _, traced), update, (own, count) in zip(moving, made.of, swaps, strict=True):
             self._update_one(i, name, traced, update, {**swap, **own}, count)
-        for i, group in made.groups.items():
-            first = next(name for at, name, _, _ in moving if at == i)
+        for g, group in made.groups.items():
             found = remade(group.outputs.values(), {**swap, **(swaps[0][0] if made.count is not None else {})})
-            self.states |= {f"group_{i}_{s}.{first.removeprefix('param.')}": found[n] for s, n in group.outputs.items()}
+            self.states |= {f"group_{g}_{s}.{first[g].removeprefix('param.')}": found[n] for s, n in group.outputs.items()}
 
     def _state_of(self, update: Update, name: str, before: str, kept: Mapping[str, Any], p: Tensor | None) -> dict[Node, Node]:
         """State as inputs of the program; what the optimizer has of it already, or begins with, is noted."""
@@ -363,7 +363,7 @@ class Step:
         return Captured(
             program, {k: real[k] for k in tape.parameters}, {k: real[k] for k in tape.buffers}, recorder.constants,
             tape.found_blocks(), recorder.opaque, tuple(recorder.assumed), self.owners, tuple(self.rates),
-            self.noted, tuple(self.groups), self.updates, self.guards, frozenset(recorder.given), self.begun, self.counts, recorder.reads,
+            self.noted, self.groups, self.updates, self.guards, frozenset(recorder.given), self.begun, self.counts, recorder.reads,
             tuple(tape.blocks.calls.noted), recorder.joint,
         )  # fmt: skip
 
