@@ -102,6 +102,18 @@ def test_so_is_what_is_written_after_a_sync(plan: str) -> None:
     assert_alike(step.sync_model(), theirs)
 
 
+def test_what_is_written_last_is_kept(tmp_path: Path) -> None:
+    """No step follows that would take it: whoever asks for the state does."""
+    for ask in (lambda s: s.sync_model(), lambda s: s.state_dict(), lambda s: s.checkpoints(tmp_path).save(), lambda s: s.save_pretrained(tmp_path / "hf")):
+        step, ours, _, _ = steps()
+        step(batches()[0])
+        step.sync_model()
+        with torch.no_grad():
+            ours.last.weight.clamp_(-0.1, 0.1)
+        ask(step)
+        assert torch.equal(ours.last.weight, step.full("param.last.weight")) and ours.last.weight.abs().max() <= 0.1
+
+
 def assert_alike(ours: nn.Module, theirs: nn.Module) -> None:
     for (n, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-9), n

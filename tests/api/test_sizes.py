@@ -36,6 +36,12 @@ class Words(nn.Module):
         return self.out(h)
 
 
+class Large(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(700, 8)
+
+
 class Odd(Words):
     """Does something else where the length is odd, and something that is no product of sizes."""
 
@@ -105,6 +111,13 @@ def test_sizes_between_compiled_ones_are_not_compiled(monkeypatch: pytest.Monkey
     assert step.shapes.startswith("x [4, 4 to 32], y [4, 4 to 32]; x [3, 6], y [3, 6]; ")
     step(batch(4, 13, 5))
     assert step.check(batch(4, 13, 5)) < 1e-9
+
+
+def test_a_large_table_is_of_a_range_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch reads few of its rows, these are updated by a call of their own."""
+    losses, parameters, counts, step = trained(Large, "dp1", monkeypatch)
+    torch.testing.assert_close((losses, parameters), by_torch(made(Large)), rtol=1e-9, atol=1e-9)
+    assert [count > 0 for count in counts] == COMPILES and "by_rows.update_(" in step.compiled.code.text
 
 
 @pytest.mark.parametrize("plan", ["dp2", "dp2,zero3", "tp2", "pp2"])

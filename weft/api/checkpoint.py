@@ -72,6 +72,8 @@ class Store:
     def save(self, wait: bool = True) -> Path:
         """The state as it is now. Without `wait` it is written while training goes on; the next save waits for this one."""
         self.finish()
+        if self.step.synced:
+            self.step.take_written()
         final = self.folder / self._from_first(self._free_name)
         partial = final.with_name(final.name + ".partial")
         state = {name: x.clone() if not wait else x for name, x in self._tensors().items()}

@@ -86,6 +86,9 @@ def explained(sizes: Sequence[Sizes], seen: Sequence[Any]) -> Rule:
     if isinstance(first, Mapping) and all(x.keys() == first.keys() for x in seen):
         named = {k: explained(sizes, [x[k] for x in seen]) for k in first}
         return lambda at: {k: rule(at) for k, rule in named.items()}
+    if isinstance(first, functools.partial) and all(x.func == first.func for x in seen):
+        given = explained(sizes, [(x.args, x.keywords) for x in seen])
+        return lambda at: functools.partial(first.func, *given(at)[0], **given(at)[1])
     if isinstance(first, Node):
         return _node(sizes, seen)
     if dataclasses.is_dataclass(first):

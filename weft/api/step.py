@@ -313,16 +313,17 @@ class Step(StepState):
         self._meet("the end of save_pretrained()")
 
     def _meet(self, what: str) -> None:
-        """Refuse what only some ranks ask for, after waiting for the others: it takes all."""
-        if self.forms is None:
-            return
+        """Refuse what only some ranks ask for, after waiting for the others: it takes all. What was written since `sync_model` is part of the state."""
         try:
-            self.forms.together.answers(None, what)
+            if self.forms is not None:
+                self.forms.together.answers(None, what)
         except RuntimeFault as error:
             raise RuntimeFault(
                 f"not every rank has called {what}", needed=f"step.{what.split()[-1]} on all ranks: each has a part of the state", found=error.message,
                 try_="call it outside of `if rank == 0:`, and use the result there",
             ) from error  # fmt: skip
+        if self.synced:
+            self.take_written()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         missing = [n for n in self._state if n not in self.captured.constants and n not in state]
