@@ -72,7 +72,9 @@ def test_what_everyone_knows_of_training() -> None:
     model = replace(GPT, hidden=4096, heads=32)
     one, two = (foresee(model, Setting.counted(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
     assert two.seconds == pytest.approx(2 * one.seconds, rel=0.03)
-    inside, across = (foresee(model, Setting.counted(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16))
+    inside, across = (
+        foresee(model, Setting.counted(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16)
+    )
     assert across.seconds > 1.2 * inside.seconds
     again = foresee(model, Setting.counted(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
     assert 1.2 < again.seconds / one.seconds < 4 / 3 + 0.05
@@ -88,7 +90,11 @@ def test_a_host_that_waits_hides_nothing_of_itself() -> None:
     device = replace(group.profile.device, constants=constants)
     ahead = replace(place, groups=(replace(group, profile=replace(group.profile, device=device)),))
     waits, runs = (simulate(workload(small, setting), setting, where) for where in (place, ahead))
-    sent = sum(op.kind == "all_reduce" for op in workload(small, setting).layer.forward + workload(small, setting).layer.back if isinstance(op, Collective))
+    sent = sum(
+        op.kind == "all_reduce"
+        for op in workload(small, setting).layer.forward + workload(small, setting).layer.back
+        if isinstance(op, Collective)
+    )
     assert sent == 4
     each = Costs(place, place.device, setting.place).seconds(Collective("all_reduce", 256 * 1024 * 2.0, "tp"))
     assert waits.seconds - runs.seconds > 0.8 * sent * small.layers * each
@@ -97,8 +103,32 @@ def test_a_host_that_waits_hides_nothing_of_itself() -> None:
 def test_classic_kernels_sum_gradients_before_a_norm() -> None:
     """So its weights, which all ranks of tp hold, need no sum of their own."""
     work = workload(GPT, Setting(global_batch=2, tp=4, kernels="classic", dtype="fp16"))
-    few = [op for block in (work.first, work.layer, work.last) for op in block.back if isinstance(op, Collective) and op.bytes <= 4 * GPT.hidden]
+    few = [
+        op
+        for block in (work.first, work.layer, work.last)
+        for op in block.back
+        if isinstance(op, Collective) and op.bytes <= 4 * GPT.hidden
+    ]
     assert not few
+
+
+def test_collectives_take_units_from_what_runs_beside_them() -> None:
+    """Slower than where they took none, and still no slower than one after the other."""
+    place, setting = cluster("8x8xH100"), Setting.counted(global_batch=64, dp=64, zero=3)
+    work = workload(GPT, setting)
+    alone = replace(place.device, constants={k: c for k, c in place.device.constants.items() if k != "link.units"})
+    free = replace(place, groups=tuple(replace(g, profile=replace(g.profile, device=alone)) for g in place.groups))
+    none, some, apart = (
+        simulate(work, s, at).seconds
+        for s, at in ((setting, free), (setting, place), (replace(setting, overlap_grads=False, overlap_params=False), place))
+    )
+    assert none < some < apart
+
+
+def test_one_sample_is_priced_as_it_is_captured() -> None:
+    """Its slices lie in one piece, those of two samples do not."""
+    one, two = (workload(GPT, Setting.counted(n, n, tp=4, sequence_parallel=True)).layer.forward for n in (1, 2))
+    assert not [op for op in one if "laid out" in op.name] and [op for op in two if "laid out" in op.name]
 
 
 def test_experts_are_spread_over_copies() -> None:

@@ -78,11 +78,17 @@ class Walk:
             self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
             self.meet_host()
             return
-        seconds = self.costs.seconds(op)
+        seconds = self.beside_links(self.costs.seconds(op))
         self.note(name, "compute", seconds, "compute", self.now)
         self.causes["compute"] += seconds
         self.now += seconds
         self.join()
+
+    def beside_links(self, seconds: float) -> float:
+        """What compute takes while collectives are under way, whose kernels have a share of the device: seconds / (1 - share) until they end."""
+        share = self.costs.device.get("link.units", 0.0) / self.costs.device.get("units")
+        busy = max([0.0, *(end - self.now for name, end in self.links.items() if name not in HOST)])
+        return seconds + share * min(busy, seconds / (1 - share))
 
     def note(self, name: str, stream: str, seconds: float, cause: str, start: float) -> None:
         if self.events is not None:

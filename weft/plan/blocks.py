@@ -130,10 +130,11 @@ class Stack:
         return replace(work, tokens=s.micro_batch * max(1, self.seq))
 
     def _sized(self, cut: Setting, n: int) -> Workload:
-        """Of n samples; where a few are placed in another way than twice as many, many are as these and twice as many again."""
+        """Of n samples; where a few are placed in another way than twice as many, many are as these and twice as many again. One is no half
+        of two: its slices lie in one piece."""
         few = FEW * cut.ep
-        if n not in (few, 2 * few) and cut.kernels != CLASSIC:  # whose kernels of some sizes are others
-            for m in (few * k for k in (1, 2, 4, 8) if few * k <= n) if n > few else (few,):
+        if n > few and n != 2 * few and cut.kernels != CLASSIC:  # whose kernels of some sizes are others
+            for m in (few * k for k in (1, 2, 4, 8) if few * k <= n):
                 made = self._pair(cut, m)
                 if made is not None:
                     return made(n / m)  # type: ignore[no-any-return]
