@@ -90,7 +90,7 @@ def by_class(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
                 classes.setdefault((name, *row["class"]), []).append(row["error"])
                 classes.setdefault((name, "all", "", ""), []).append(row["error"])
     return [
-        dict(zip(("file", "model", "dtype", "device"), key, strict=True)) | {
+        {"file": NAMES.get(key[0], key[0]), "model": key[1], "dtype": key[2], "device": key[3]} | {
             "count": len(e), "median": statistics.median(map(abs, e)), "p90": percentile(sorted(map(abs, e)), 0.9), "bias": statistics.median(e),
         }
         for key, e in sorted(classes.items())
@@ -193,6 +193,7 @@ def _write(page: Path, found: Mapping[str, Sequence[Mapping[str, Any]]], groups:
 
 NAMES = {
     "a100_single_node_iterations": "vTrain, one node", "a100_multi_node_iterations": "vTrain, several nodes", "published_steps": "published runs",
+    "published_steps_2": "newer published runs", "sailor_steps": "Sailor", "sailor_memory": "Sailor, memory",
 }  # fmt: skip
 UNITS = {"Megatron": "TFLOP/s per GPU", "Korth": "s per step", "MegaScale": "s per step", "torchtitan": "tokens/s per GPU", "nanotron": "MFU, %"}
 
@@ -210,8 +211,9 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str
 def _named(group: str) -> str:
     """`vTrain, one node: GPT of 24 layers, hidden 2048, sequence 1024, 8 A100` for a file's name and 24x2048 s1024 on 8."""
     name, _, of = group.partition(": ")
-    shape = re.fullmatch(r"(\d+)x(\d+) s(\d+) on (\d+)", of)
-    more = f": GPT of {shape[1]} layers, hidden {shape[2]}, sequence {shape[3]}, {shape[4]} A100" if shape else f": {of}" if of else ""
+    shape = re.fullmatch(r"(\d+)x(\d+) s(\d+)(?: on (\d+))?", of)
+    on = f", {shape[4]} A100" if shape and shape[4] else ""
+    more = f": GPT of {shape[1]} layers, hidden {shape[2]}, sequence {shape[3]}{on}" if shape else f": {of}" if of else ""
     return NAMES.get(name, name) + more
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,9 @@ def arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
-def tokens(text: str, folder: str | None) -> torch.Tensor:
+def tokens(text: str, tokenizer: Any) -> torch.Tensor:
     """The text's tokens; its bytes where the model has no tokenizer."""
-    has = folder and any(Path(folder).glob("tokenizer*"))
-    ids = AutoTokenizer.from_pretrained(folder)(Path(text).read_text()).input_ids if has else list(Path(text).read_bytes())
-    return torch.tensor(ids)
+    return torch.tensor(tokenizer(Path(text).read_text()).input_ids if tokenizer else list(Path(text).read_bytes()))
 
 
 def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -48,7 +47,8 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model) if args.model else SMALL)
     weights = args.model if args.model and any(Path(args.model).glob("*.safetensors")) else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    text = tokens(args.text, args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model and any(Path(args.model).glob("tokenizer*")) else None
+    text = tokens(args.text, tokenizer)
     rows = text[torch.randint(len(text) - args.seq, (args.steps, args.batch))[..., None] + torch.arange(args.seq)]
 
     options = weft.Options(clip=1.0, weights=weights, precision=torch.bfloat16 if args.bf16 else None, record=f"{args.out}/record", progress=False)
@@ -68,6 +68,8 @@ def main() -> None:
     checkpoints.save()
     step.save_pretrained(f"{args.out}/model")
     if first:
+        if tokenizer:
+            tokenizer.save_pretrained(f"{args.out}/model")
         print(f"saved {args.out}/model", flush=True)
     dist.destroy_process_group()
 

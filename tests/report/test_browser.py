@@ -73,6 +73,9 @@ def test_a_page_opens_without_error(browser: Any, pages: dict[str, Path], name: 
         height = min(3600, browser.execute_script("return document.documentElement.scrollHeight"))
         show(browser, pages[name], scheme, height=height, scale=0.6)
         browser.save_screenshot(f"{folder}/report-{name}-{scheme}.png")
+        if name == "llama3-8b-plan":  # the README's: as much as fits a screen
+            show(browser, pages[name], scheme, height=1000, scale=0.8)
+            browser.save_screenshot(f"{folder}/report-first-screen-{scheme}.png")
 
 
 @pytest.mark.parametrize("name", NAMES)

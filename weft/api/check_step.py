@@ -23,7 +23,7 @@ from weft.api.deviation import Deviation, Values, allowed, compared, moved, refu
 from weft.api.eager import How, Loss, Moment
 from weft.core.errors import CaptureError, PlanError
 from weft.core.names import original
-from weft.core.node import Node, constant
+from weft.core.node import Node, constant, user_level
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import changed
@@ -144,7 +144,7 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     left = (f"block by block because {check_cost.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
     by = apart[farthest].relative if farthest else 0.0
     verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
-    warnings.warn(f"{type(case.model).__name__} was compared with torch in parts: {verdict}", stacklevel=2)
+    warnings.warn(f"{type(case.model).__name__} was compared with torch in parts: {verdict}", stacklevel=user_level())
     return verdict
 
 

@@ -26,7 +26,7 @@ from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
 from weft.core.errors import PlanError
 from weft.core.layout import Layout, S
-from weft.core.node import Type
+from weft.core.node import Type, user_level
 from weft.core.program import Program, new_program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
@@ -122,7 +122,9 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
             raise
         whole = steps(1)
         if plan.pp > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
-            warnings.warn(f"{plan}: the full batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=4)
+            warnings.warn(
+                f"{plan}: the full batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=user_level()
+            )
         return whole
 
 

@@ -299,11 +299,11 @@ def arranged(tasks: Sequence[tuple[Task, float]]) -> Timeline:
     return Timeline(tuple(t for t, _ in order), tuple(b for _, b in order), tuple(b + t.seconds for t, b in order))
 
 
-def last_starts(step: Step, trace: Trace) -> dict[str, float]:
+def last_starts(step: Step, trace: Trace, after: float = 0.0) -> dict[str, float]:
     """When the last of its ranks started each collective of the traced step, by the name it binds. All ranks must ask.
 
-    Their clocks began where all met before the step. Nothing is said where ranks run different statements."""
-    own = {s.made: (s.axis, began) for s, began in zip(trace.statements, trace.began, strict=True) if s.axis}
+    Their clocks began where all met before the step, the trace's `after` seconds later. Nothing is said where ranks run different statements."""
+    own = {s.made: (s.axis, after + began) for s, began in zip(trace.statements, trace.began, strict=True) if s.axis}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     every: list[Any] = [None] * dist.get_world_size()
@@ -313,7 +313,7 @@ def last_starts(step: Step, trace: Trace) -> dict[str, float]:
     for name, (axis, _) in own.items():
         peers = [theirs for coords, theirs in every if all(coords[a] == mine[a] for a in mine if a != axis)]
         if all(theirs.get(name, ("", 0.0))[0] == axis for theirs in peers):
-            found[name] = max(theirs[name][1] for theirs in peers)
+            found[name] = max(theirs[name][1] for theirs in peers) - after
     return found
 
 

@@ -18,7 +18,18 @@ import torch.distributed as dist
 
 from weft.api.compiled import Compiled
 from weft.api.pipeline_plans import predicted
-from weft.api.record import HELD, TIMED, Recorder, _taken, communication, measured_line, model_flops, rewrite_rules_used, tensors
+from weft.api.record import (
+    HELD,
+    TIMED,
+    Recorder,
+    _taken,
+    communication,
+    last_starts,
+    measured_line,
+    model_flops,
+    rewrite_rules_used,
+    tensors,
+)
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
 from weft.core.errors import WeftError
@@ -171,6 +182,12 @@ class Watch:
             compiled._step, runner.call = plain, usual
         return out
 
+    @property
+    def updating(self) -> float:
+        """When the update began."""
+        assert self.update is not None
+        return self.ended - (self.update.ended[-1] if self.update.ended else 0.0)
+
     def _now(self) -> float:
         synchronize(self.device)
         return time.perf_counter() - self.zero
@@ -214,7 +231,8 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
     coords = step.compiled.coords
     rank = coords.get("pp", 0)
-    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, held))
+    starts = last_starts(step, timed.update, timed.updating) if timed.update is not None else {}
+    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, held, starts))
     parts: list[Any] = [own]
     if dist.is_initialized():
         parts = [None] * dist.get_world_size()
@@ -225,7 +243,7 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}
 
 
-def _stage_report(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> StageRecord:
+def _stage_report(step: PipelinedStep, rank: int, timed: Watch, held: Watch, starts: Mapping[str, float]) -> StageRecord:
     lane, several = f"stage {rank}", step.plan.chunks > 1
     made = StageRecord(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
     for p, counted in zip(timed.passes, held.passes, strict=True):
@@ -234,13 +252,26 @@ def _stage_report(step: PipelinedStep, rank: int, timed: Watch, held: Watch) -> 
         made.causes[kind] = made.causes.get(kind, 0.0) + took
         made.memory += _spread(counted.held, p.began, p.ended)
     assert timed.update is not None and held.update is not None
-    spent = timed.update.ended[-1] if timed.update.ended else 0.0
-    made.tasks.append((Task("update", lane, spent, (), "optimizer"), timed.ended - spent))
-    for cause, ms in measured_line(step.program, timed.update)[1].items():
-        why = "optimizer" if cause == "compute" else cause
-        made.causes[why] = made.causes.get(why, 0.0) + ms / 1e3
-    made.memory += _spread(held.update.held, timed.ended - spent, timed.ended)
+    for task, began in _update_tasks(measured_line(step.program, timed.update, starts)[0], lane):
+        made.tasks.append((task, timed.updating + began))
+        made.causes[task.cause] = made.causes.get(task.cause, 0.0) + task.seconds
+    made.memory += _spread(held.update.held, timed.updating, timed.ended)
     return made
+
+
+def _update_tasks(line: Timeline, lane: str) -> list[tuple[Task, float]]:
+    """What the update computes, and apart from it what it waits for, neighbours of one cause as one."""
+    found: list[tuple[Task, float]] = []
+    for task, began in zip(line.tasks, line.start, strict=True):
+        if task.stream != "compute":
+            continue
+        cause = "optimizer" if task.cause == "compute" else task.cause
+        if found and found[-1][0].cause == cause == "optimizer":
+            first, at = found[-1]
+            found[-1] = replace(first, seconds=began + task.seconds - at), at
+        else:
+            found.append((Task("update" if cause == "optimizer" else task.name, lane, task.seconds, (), cause), began))
+    return found
 
 
 def _spread(held: list[int], began: float, ended: float) -> list[tuple[float, float]]:

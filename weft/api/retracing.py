@@ -27,7 +27,7 @@ from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.names import original
-from weft.core.node import Node, constant, make
+from weft.core.node import Node, constant, make, user_level
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
@@ -126,7 +126,7 @@ class Variants:
         if not all(settled for _, settled in told):
             self.impure, self.given = True, self.given | {COUNT}
             words = next(words for words, settled in told if not settled)
-            warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=4)
+            warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=user_level())
         last = self._reads(alone=self.impure)
         made = run(last)
         last.undo()

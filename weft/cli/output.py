@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())  # lines are broken on a terminal only
 CLUSTER: Any = typer.Option(
     ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -466,10 +467,22 @@ def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]
 
 def user_line() -> str | None:
     """File and line of the innermost caller outside weft."""
-    frame = sys._getframe(1)
+    found = _user_frame()
+    return found and f"{found[0].f_code.co_filename.rsplit('/', 1)[-1]}, line {found[0].f_lineno}"
+
+
+def user_level() -> int:
+    """The `stacklevel` with which a warning of the caller shows the user's line."""
+    found = _user_frame()
+    return found[1] if found else 2
+
+
+def _user_frame() -> tuple[FrameType, int] | None:
+    """The innermost caller outside weft, and how far up it stands from who asks."""
+    frame, level = sys._getframe(2), 1
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(("weft.", "torch.")) and name not in ("contextlib", "functools"):
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}, line {frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return frame, level
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     return None

@@ -79,9 +79,9 @@ def _passes(run: Run, words: Sequence[str]) -> Any:
     """How a step is split into passes, where it is."""
     if run.mesh.get("pp", 1) > 1:
         yield "schedule", next((w for w in SCHEDULES if w in words), PLAIN), "the order in which stages take up their passes"
-    micro = sum(t.cause == "forward" for t in run.measured.line.tasks if t.stream == "stage 0") if run.measured is not None else 0
-    if micro:
-        yield "forward passes", str(micro), "of the first stage in a step: micro-batches, each as often as the stage has chunks of layers"
+    passes = [t.name for t in run.measured.line.tasks if t.stream == "stage 0" and t.cause == "forward"] if run.measured is not None else []
+    if passes:
+        yield "micro-batches", str(len({name.split()[1] for name in passes})), "each goes through all stages; their gradients add up"
     for word in (w for w in words if w in AGAIN):
         kept = "only the inputs of blocks are kept, the rest is recomputed" if AGAIN[word] == "full" else "recomputed, part of every block"
         yield "recompute", "blocks" if AGAIN[word] == "full" else AGAIN[word], kept
