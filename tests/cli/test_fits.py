@@ -152,3 +152,18 @@ def test_refusals(config: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="no config of Hugging Face"):
         model_of(str(tmp_path / "other.json"))
     assert isinstance(model_of("gpt2"), Sized)
+
+
+def test_experts_are_spread_where_sharding_alone_is_not_enough() -> None:
+    """A layer's experts are gathered whole by ZeRO-3; spread over devices they are not."""
+    model, place = model_of("mixtral-8x7b", 4096), cluster("1x8xH100")
+    found = will_fit(model, place, 8, "bf16")
+    assert found.setting.ep == 8
+    whole = replace(found.setting, dp=8, ep=1)
+    assert memory_of(model.work(whole), whole, place).total > found.memory.total
+
+
+def test_a_kind_whose_nodes_would_not_be_full_is_not_advised() -> None:
+    """GB200 come by 72."""
+    found = will_fit(model_of("llama3-405b", 8192), cluster("256xH100"), 256 * 64, "fp32", ("GB200",))
+    assert "--gpu GB200" not in found.changes

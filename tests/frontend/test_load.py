@@ -150,3 +150,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
     save_file({"stranger": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CaptureError, match="stranger"):
         zoo.load(tiny_gpt2(), weights=tmp_path)
+
+
+def test_batches_of_models_of_images_and_of_sound() -> None:
+    """A model that takes images too says of its text in a part of its config; log-mel features have their own lengths."""
+    transformers = pytest.importorskip("transformers")
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99}
+    config = transformers.Gemma3Config(text_config={**text, "max_position_embeddings": 64}, architectures=["Gemma3ForConditionalGeneration"])
+    assert zoo.load(config).fields(2)["input_ids"].shape == (2, 64)
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 99}
+    sound = transformers.WhisperConfig(**sizes, max_target_positions=24, architectures=["WhisperForConditionalGeneration"], pad_token_id=0)
+    fields = zoo.load(sound).fields(2)
+    assert fields["input_features"].shape == (2, 80, 3000) and fields["labels"].shape == (2, 24)

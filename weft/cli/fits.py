@@ -65,7 +65,7 @@ def _result(name: str, model: Model, answer: Answer) -> dict[str, Any]:
     return {
         "model": name, "params": model.params, "seq": model.seq, "fits": answer.fits, "memory_gb": answer.memory.total / 1e9, "memory_gb_low": low,
         "memory_gb_high": high, "device_memory_gb": answer.has / 1e9, "bytes_gb": {k: v / 1e9 for k, v in _bytes(answer).items()},
-        "plan": {"text": describe(s), "dp": s.dp, "tp": s.tp, "zero": s.zero, "recompute": s.named("recompute"), "micro_batch": s.micro_batch,
+        "plan": {"text": describe(s), "dp": s.dp, "ep": s.ep, "tp": s.tp, "zero": s.zero, "recompute": s.named("recompute"), "micro_batch": s.micro_batch,
                  "micro_batches": s.micro_batches, "dtype": s.dtype},
         "global_batch": s.global_batch, "largest_batch": answer.largest, "changes": list(answer.changes),
     }  # fmt: skip
@@ -92,3 +92,5 @@ def _show(name: str, model: Model, answer: Answer, place: str) -> None:
         results().print("no single change that fits was found, up to 64 times the devices", highlight=False)
     for change in answer.changes:
         results().print(f"  fits with {change}", highlight=False)
+    if not answer.fits:
+        results().print("tried: ZeRO, recompute, ep and tp; weft plan also tries pipelines, cp and host memory", highlight=False)

@@ -194,8 +194,19 @@ def hugging_face(
     if weights is not None:
         load_safetensors(model, weights)
     config = model.config
-    length = seq or getattr(config, "max_position_embeddings", None)
+    length = seq or longest(config)
     return Workload(type(model).__name__, config, model, own_loss, lambda n: _hf_fields(model, n, length), batch)
+
+
+def _of_text(config: Any) -> Any:
+    """What of a config is about text: of a model that takes images too, a part of it."""
+    return config if hasattr(config, "vocab_size") or not hasattr(config, "get_text_config") else config.get_text_config()
+
+
+def longest(config: Any) -> int:
+    """Tokens of the longest sample that a Hugging Face model takes; 0 where its config does not say."""
+    text = _of_text(config)
+    return int(getattr(text, "max_position_embeddings", 0) or getattr(text, "max_target_positions", 0) or 0)
 
 
 def _config_at(path: str) -> Any:
@@ -266,7 +277,7 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch, **({"use_cache": False} if cached else {})).loss
 
 
-def _hf_fields(model: nn.Module, batch: int, seq: int | None) -> dict[str, Field]:
+def _hf_fields(model: nn.Module, batch: int, seq: int) -> dict[str, Field]:
     config, takes = model.config, inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
         image = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
@@ -274,11 +285,16 @@ def _hf_fields(model: nn.Module, batch: int, seq: int | None) -> dict[str, Field
             "pixel_values": reals(batch, getattr(config, "num_channels", 3), image, image),
             "labels": ids(batch, high=config.num_labels),
         }
-    length = seq or 512
-    words = ids(batch, length, high=config.vocab_size)
+    text = _of_text(config)
+    if not hasattr(text, "vocab_size"):
+        raise CaptureError(f"no batch of {type(model).__name__} is known", needed="a model of text, images or log-mel features", found=model.main_input_name,
+                           try_="FILE.py:FUNCTION that returns (model, loss, batch)")  # fmt: skip
+    words = ids(batch, seq or 512, high=text.vocab_size)
+    if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        return {"input_features": reals(batch, config.num_mel_bins, 2 * config.max_source_positions), "labels": words}
     found = {"input_ids": words, "labels": words}
     if "token_type_ids" in takes and getattr(config, "type_vocab_size", 0) > 1:
-        found["token_type_ids"] = ids(batch, length, high=config.type_vocab_size)
+        found["token_type_ids"] = ids(batch, seq or 512, high=config.type_vocab_size)
     return found
 
 

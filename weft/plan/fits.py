@@ -1,17 +1,19 @@
 """Will it fit: the answer, the largest micro-batch that does, and changes that were tried and help.
 
 Of a setting, changes are tried one at a time, then two and three together, and the fewest that help are reported; where none does, more nodes
-are. Of a model alone, settings are tried from the simplest on: ZeRO before recompute before tensor parallelism.
+are. Of a model alone, settings are tried from the simplest on: ZeRO before recompute before expert and tensor parallelism.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
-from weft.core.errors import PlanError, WeftError
+from weft.core.errors import ClusterError, PlanError, WeftError
 from weft.plan.memory import Memory
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, memory_of, simulate
@@ -207,8 +209,8 @@ def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
         memory = memory_of(model.work(s), s, cluster)
         if memory.total <= has:
             size = _largest(model, s, cluster, has)
-            s = s.of_samples(max(n for n in divisors(s.global_batch // s.dp) if n <= size))
-            return Answer(True, s, memory_of(model.work(s), s, cluster), has, size * s.dp)
+            s = s.of_samples(max(n for n in divisors(s.global_batch // s.replicas) if n <= size))
+            return Answer(True, s, memory_of(model.work(s), s, cluster), has, size * s.replicas)
         if least is None or memory.total < least.memory.total:
             least = Answer(False, s, memory, has, 0)
     assert least is not None
@@ -218,11 +220,12 @@ def _simplest(model: Model, cluster: Cluster, batch: int, dtype: str) -> Answer:
 def _ways(model: Model, cluster: Cluster, batch: int, dtype: str) -> Iterator[Setting]:
     n = cluster.devices
     for tp in (t for t in divisors(cluster.node_size) if n % t == 0 and model.may_shard(t)):
-        dp = n // tp
-        for again in model.recompute:
-            for zero in range(4) if dp > 1 else (0,):
-                rounds = -(-batch // dp)
-                yield Setting(dp=dp, tp=tp, micro=rounds, zero=zero, recompute=again, sp=tp > 1, global_batch=rounds * dp, dtype=dtype)
+        copies = n // tp
+        rounds = -(-batch // copies)
+        among = {math.gcd(model.experts, copies, n) for n in (1, cluster.node_size, copies)} if model.experts else {1}
+        for ep, again in itertools.product(sorted(among), model.recompute):
+            base = Setting(copies // ep, 1, ep, tp, sp=tp > 1, micro=rounds, global_batch=rounds * copies, dtype=dtype)
+            yield from (replace(base, zero=zero, recompute=again) for zero in (range(4) if copies > 1 else (0,)))
 
 
 def _single_changes(model: Model, cluster: Cluster, batch: int, dtype: str, others: Sequence[str]) -> Iterator[str]:
@@ -236,20 +239,23 @@ def _single_changes(model: Model, cluster: Cluster, batch: int, dtype: str, othe
     leaner = [name for name in ("muon", "adamw8bit", "sgd") if STATE[name] < model.how.state]
     yield from (f"--optimizer {name}" for name in leaner if fits(replace(model, how=replace(model.how, state=STATE[name]))))
     length = model.seq if isinstance(model.seq, int) else 0
-    shorter = (length // n for n in (2, 4, 8, 16) if length // n >= 128)
-    yield from (f"--seq {n}" for n in shorter if fits(model.with_seq(n)))
-    for times in MORE:
-        more = _more(cluster, times)
+    shorter = [length // n for n in (2, 4, 8, 16) if length // n >= 128]
+    if shorter and fits(model.with_seq(shorter[-1])):
+        yield from (f"--seq {n}" for n in shorter if n == shorter[-1] or fits(model.with_seq(n)))
+    own = cluster.groups[0].profile.name
+    for more in filter(None, (_of(cluster.devices * times, own) for times in MORE)):
         if fits(model, more):
             yield f"--gpus {more.devices}"
             break
     for kind in others:
-        if fits(model, read_cluster(f"{cluster.devices}x{kind}")):
+        if (larger := _of(cluster.devices, kind)) and fits(model, larger):
             yield f"--gpu {kind}"
             break
 
 
-def _more(cluster: Cluster, times: int) -> Cluster:
-    """As many times the devices: nodes filled first."""
-    profile = cluster.groups[0].profile
-    return read_cluster(f"{cluster.devices * times}x{profile.name}")
+def _of(devices: int, kind: str) -> Cluster | None:
+    """So many devices, in nodes filled first; None where they do not fill theirs."""
+    try:
+        return read_cluster(f"{devices}x{kind}")
+    except ClusterError:
+        return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError, UnknownName, WeftError, reason
+from weft.core.errors import PlanError, UnknownName, reason
 from weft.core.schema import short
 from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
@@ -61,6 +61,10 @@ class Stacked:
     @property
     def params(self) -> float:
         return self.stack().params
+
+    @property
+    def experts(self) -> int:
+        return self.stack().experts
 
     def may_shard(self, tp: int) -> bool:
         return self.stack().may_shard(tp, 1)
@@ -143,6 +147,7 @@ class Watched:
     parts: tuple[WatchedPart, ...]
     seq: int
     remake: Any = None  # with another length
+    experts: int = 0  # not told apart
     how: Trained = field(default_factory=Trained)
 
     @property
@@ -206,7 +211,7 @@ def _of_folder(source: str, seq: int) -> Model:
         captured = Sourced(source, seq)
         try:
             captured.stack()
-        except WeftError:
+        except Exception:  # as it said in words when it ran without values
             raise refused from None
         return captured
 
@@ -232,11 +237,11 @@ def shape_of(config: Mapping[str, Any], seq: int = 0) -> Shape | None:
 def _watched_source(source: str, seq: int) -> Watched:
     import torch
 
-    from weft.frontend.source import load
+    from weft.frontend.source import load, longest
 
     settings = {"seq": seq} if seq and source.startswith("hf:") else {}
     work = load(source, device="meta", dtype=torch.bfloat16, **settings)
-    length = seq or int(getattr(work.settings, "max_position_embeddings", 0) or 0)
+    length = seq or longest(work.settings)
     return watch(work.name, work.model, work.loss, work.example(1, device="meta"), length, lambda n: _watched_source(source, n))
 
 
