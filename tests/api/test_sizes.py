@@ -170,3 +170,12 @@ def test_steps_of_many_sizes_are_recorded(tmp_path: Path) -> None:
         optimizer.step()
         assert float(step(b).detach()) == pytest.approx(float(value.detach()), rel=1e-5)
     assert step.recorder is not None and step.recorder.measured is not None
+
+
+def test_a_last_batch_is_fewer_micro_batches() -> None:
+    sizes = [(8, 5), (6, 5), (7, 5)]
+    model = made(Words)
+    want = by_torch(model, sizes)
+    step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(*sizes[0], 9), accumulate=4)
+    losses = [step(batch(*size, i)).item() for i, size in enumerate(sizes)]
+    torch.testing.assert_close((losses, [p.detach() for p in step.sync_model().parameters()]), want, rtol=1e-9, atol=1e-9)

@@ -30,7 +30,7 @@ from weft.api.weights import begin_with
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.micro import batch_dims_of
+from weft.frontend.capture.micro import batch_dims_of, most_parts
 from weft.frontend.capture.model import require_optimizer, require_torchs, uncompiled
 from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
@@ -152,7 +152,7 @@ class _StepRequest:
         if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()
         moment = Moment.now()
-        captured = self.variants.observed(lambda reads: self._captured(self.example, reads=reads, given=self.variants.given))
+        captured = self.variants.observed(lambda reads: self._captured(self.example, self.accumulate, reads=reads, given=self.variants.given))
         judged = self._checked(captured, self.example, moment)
         draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.guard else self.file
         decision = None
@@ -175,9 +175,10 @@ class _StepRequest:
     # -- in one program ------------------------------------------------------------------------------------------------------------
 
     def retrace(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
-        """The step of what Python says now; none where its program is known."""
+        """The step of what Python says now; none where its program is known. A batch of another size may be fewer micro-batches."""
         moment = Moment.now()
-        captured = self._captured(batch, **settings)
+        fewer = self.accumulate > 1 and not self.mean
+        captured = self._captured(batch, most_parts(batch_dims_of(batch)[0], self.accumulate) if fewer else self.accumulate, **settings)
         draft = self._begun(captured)
         if known(draft.step):
             return None
@@ -185,8 +186,8 @@ class _StepRequest:
         step.unjudged = lambda example: self._checked(captured, example, moment)
         return step
 
-    def _captured(self, batch: Any, **settings: Any) -> Captured:
-        apart = {"accumulate": self.accumulate, "allow_micro_mean": self.mean}
+    def _captured(self, batch: Any, parts: int, **settings: Any) -> Captured:
+        apart = {"accumulate": parts, "allow_micro_mean": self.mean}
         return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.how, **settings)
 
     def _checked(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:

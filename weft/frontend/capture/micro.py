@@ -110,12 +110,17 @@ def batch_dims_of(batch: Any) -> tuple[int, dict[str, int]]:
     return samples, {n: d for n, d in dims.items() if d == 0 or shapes[n].count(samples) == 1}
 
 
+def most_parts(samples: int, most: int) -> int:
+    """The most equal micro-batches, up to so many, that a batch can be split into."""
+    return max(n for n in range(1, most + 1) if samples % n == 0)
+
+
 def require_parts(samples: int, parts: int) -> None:
     if samples % parts:
-        fits = max(n for n in range(1, samples + 1) if samples % n == 0 and n <= parts)
         raise PlanError(
-            f"a batch of {samples} is not {parts} equal micro-batches", needed=f"a multiple of {parts}", found=str(samples), try_=f"micro{fits}"
-        )
+            f"a batch of {samples} is not {parts} equal micro-batches", needed=f"a multiple of {parts}", found=str(samples),
+            try_=f"micro{most_parts(samples, parts)}",
+        )  # fmt: skip
 
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:
