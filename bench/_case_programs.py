@@ -81,14 +81,14 @@ def build(model: str, sizes: Sizes, optimizer: str = "") -> Any:
 def _apart(captured: Any) -> Any:
     """Every value that a second run reads waits alone, so that none decides the layout of another: only the order is lost."""
     from weft.core.node import remade
-    from weft.ops.shape import item, together
+    from weft.ops.shape import item, optimization_barrier
 
     p = captured.program
     swap: dict[Any, Any] = {}
     for n in p.nodes:  # what waits for a second run may be part of another
-        if n.op is item and n.args[0].op is together:
+        if n.op is item and n.args[0].op is optimization_barrier:
             value = n.args[0].args[n.attr("index")]
-            swap[n] = together(remade([value], swap)[value])
+            swap[n] = optimization_barrier(remade([value], swap)[value])
     made = remade([n for _, n in p.outputs] + list(captured.gradients.values()), swap)
     program = p.with_outputs([(name, made[n]) for name, n in p.outputs], "recompute")
     return replace(captured, program=program, gradients={name: made[g] for name, g in captured.gradients.items()})

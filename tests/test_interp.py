@@ -18,7 +18,7 @@ from weft.frontend.trace import f64, i64, tensor, trace
 from weft.ops import comm
 from weft.ops.pointwise import exp, square
 from weft.ops.reduce import amax, sum_
-from weft.ops.shape import together
+from weft.ops.shape import optimization_barrier
 from weft.testing.layouts import layouts
 from weft.testing.values import draw_inputs
 
@@ -98,7 +98,7 @@ def test_values_of_several_ranks_side_by_side() -> None:
     """One value at a root beside one that all ranks hold."""
 
     def pair(x: Any, y: Any) -> dict[str, Any]:
-        a, b = together(x, y)
+        a, b = optimization_barrier(x, y)
         return {"a": comm.broadcast(a, axis="a"), "b": b * 2.0}
 
     p = trace(pair, Mesh(a=2), x=f64(3, a=O(1)), y=f64(4, a=S(0)))

@@ -253,7 +253,7 @@ def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
-    with pytest.raises(PlanError, match="a batch of 8 is not 3 pieces"):
+    with pytest.raises(PlanError, match="a batch of 8 is not 3 equal shards"):
         auto.prepare(captured, Spec(dp=2, shards=3))
 
 

@@ -3,6 +3,7 @@ program, and all the rest."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ COUNT = "count"  # among the settings that are inputs: each parameter counts its
 HOW = {"foreach": False, "fused": False, "capturable": False}  # which of torch's own forms of an update is run
 OWN = "own"  # among the groups: what an optimizer keeps in attributes of its own
 _SKIPPED = {"params", "param_names", *HOW}
-_OF_TORCH = {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), "_opt_called", "_warned_capturable_if_run_uncaptured"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,17 @@ def settings_home(optimizer: torch.optim.Optimizer, group: str) -> dict[str, Any
     return vars(optimizer) if group == OWN else optimizer.param_groups[int(group)]
 
 
+@functools.cache
+def _of_torch() -> set[str]:
+    """The attributes that every optimizer has. Making one loads Dynamo, so none is made before there is another."""
+    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), "_opt_called", "_warned_capturable_if_run_uncaptured"}
+
+
 def all_settings(optimizer: torch.optim.Optimizer, keys: Mapping[str, Collection[str]] | None = None) -> dict[str, Settings]:
     """Of every group by its number, and of the attributes of an optimizer that is not torch's own; of these keys alone, where given."""
     homes: dict[str, Mapping[str, Any]] = {str(i): group for i, group in enumerate(optimizer.param_groups)}
     if not type(optimizer).__module__.startswith("torch.optim."):
-        homes[OWN] = {k: x for k, x in vars(optimizer).items() if k not in _OF_TORCH and isinstance(x, (bool, int, float, str, type(None)))}
+        homes[OWN] = {k: x for k, x in vars(optimizer).items() if k not in _of_torch() and isinstance(x, (bool, int, float, str, type(None)))}
     return {g: settings_of({k: x for k, x in home.items() if keys is None or g not in keys or k in keys[g]}) for g, home in homes.items()}
 
 
