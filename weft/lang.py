@@ -75,6 +75,7 @@ def _reduced(op: str, x: Any, dims: Any, keepdim: bool) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
+    """The values in another dtype, as Tensor.to."""
     return op_named("cast")(x, dtype=dtype)
 
 

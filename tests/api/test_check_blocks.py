@@ -103,7 +103,7 @@ def test_parameters_without_values_are_given_some_block_by_block(dtype: torch.dt
     model = w.model.to("meta")
     with pytest.warns(UserWarning, match="GPT was compared with torch in parts: .* tensors equal torch's on .* because its parameters have no values yet"):
         step = parallelize(model, w.loss, torch.optim.AdamW(model.parameters()), w.example(8))
-    assert step.judged is not None and step.judged.compared > 20 and all(p.is_meta and p.grad is None for p in model.parameters())
+    assert step.verified is not None and step.verified.compared > 20 and all(p.is_meta and p.grad is None for p in model.parameters())
 
 
 def test_no_rank_holds_more_than_its_share_of_a_model_without_values() -> None:
@@ -122,7 +122,7 @@ def test_models_of_the_zoo_by_blocks(name: str, too_large: None) -> None:
     w = zoo.small(name, dtype=torch.float64)
     with pytest.warns(UserWarning, match="the others repeat these"):
         step = parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), 0.1, 0.9), w.example(8))
-    assert step.judged is not None and step.judged.compared > 20 and step.judged.worst < 1e-9 and len(step.judged.left) == 1
+    assert step.verified is not None and step.verified.compared > 20 and step.verified.worst < 1e-9 and len(step.verified.left) == 1
 
 
 def test_fewer_samples_where_blocks_take_too_long(too_large: None, monkeypatch: pytest.MonkeyPatch) -> None:

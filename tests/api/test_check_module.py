@@ -58,20 +58,20 @@ def trained(model: nn.Module, **options: Any) -> Any:
 
 def test_a_compiled_model_is_compared_with_torch() -> None:
     run = made(Net())
-    assert run.judged.compared >= 2 and run.judged.worst < 1e-12 and "equal torch's on the example" in str(run.judged)
-    first = run.judged
+    assert run.verified.compared >= 2 and run.verified.worst < 1e-12 and "equal torch's on the example" in str(run.verified)
+    first = run.verified
     run(example()[:4])
-    assert run.judged is not first  # another shape is another program
+    assert run.verified is not first  # another shape is another program
 
 
 def test_a_module_is_compared_with_torch_in_both_modes_with_gradients() -> None:
     own = trained(Net())
-    assert own.judged[True].compared >= 11 and own.judged[False].compared >= 2 and own.judged[True].worst < 1e-9
+    assert own.verified[True].compared >= 11 and own.verified[False].compared >= 2 and own.verified[True].worst < 1e-9
 
 
 def test_it_can_be_left_out() -> None:
     fault = lambda _, y: y * 2  # noqa: E731
-    assert made(Net(fault), check=False).judged is None and trained(Net(fault), check=False).judged == {}
+    assert made(Net(fault), check=False).verified is None and trained(Net(fault), check=False).verified == {}
 
 
 def test_another_result_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_a_wrong_gradient_is_refused() -> None:
 def test_what_is_too_large_is_compared_by_blocks(too_large: None) -> None:
     with pytest.warns(UserWarning, match="3 of 4 blocks"):
         run, own = made(Net()), trained(Net())
-    assert run.judged.compared > 5 and own.judged[True].compared > 15
+    assert run.verified.compared > 5 and own.verified[True].compared > 15
     with pytest.raises(CaptureError, match="does not compute what torch does"):
         trained(Net(lambda _, y: y * 1.0001))
 

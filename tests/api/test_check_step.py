@@ -68,24 +68,24 @@ def net(**options: Any) -> tuple[Step, nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
 def test_a_step_is_compared_with_torch_dropout_and_all(dtype: torch.dtype, limit: float) -> None:
     step, _ = made(dtype=dtype, dropout=0.1, clip=0.5)
-    assert step.judged is not None and step.judged.compared > 100 and step.judged.worst < limit
-    assert "tensors equal torch's on the example" in str(step.judged)
+    assert step.verified is not None and step.verified.compared > 100 and step.verified.worst < limit
+    assert "tensors equal torch's on the example" in str(step.verified)
 
 
 def test_micro_batches_and_pipelines_are_too() -> None:
     step, _ = made(plan="micro2")
-    assert step.judged is not None and step.judged.compared > 50
+    assert step.verified is not None and step.verified.compared > 50
 
 
 def test_a_sparse_gradient_is_compared_as_the_dense_one_it_is() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)).double()
     given = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(0))
     step, _, _ = net(model=model, example=given, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    assert step.judged is not None and step.judged.worst < 1e-12
+    assert step.verified is not None and step.verified.worst < 1e-12
 
 
 def test_it_can_be_left_out() -> None:
-    assert net(check=False)[0].judged is None
+    assert net(check=False)[0].verified is None
 
 
 def lose_causal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_model_that_cannot_be_copied_is_run_itself_and_put_back() -> None:
     model = Locked().double()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     step, _, optimizer = net(model=model)
-    assert step.judged is not None and step.judged.compared
+    assert step.verified is not None and step.verified.compared
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not optimizer.state and model.calls == 0 and all(p.grad is None for p in model.parameters())
 
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_copied_is_run_itself_and_put_back() -> None:
 def test_a_loss_that_takes_the_module_from_around_it() -> None:
     model = Net().double()
     step, _, _ = net(model=model, loss=lambda _, batch: squares(model, batch))
-    assert step.judged is not None and step.judged.compared
+    assert step.verified is not None and step.verified.compared
 
 
 # -- what it takes -----------------------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_loss_that_takes_the_module_from_around_it() -> None:
 def test_fewer_samples_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_cost, "seconds", lambda program, device: 60.0)
     step, _ = made("mlp")
-    assert step.judged is not None and step.judged.samples == "2 of the example's 8 samples"
+    assert step.verified is not None and step.verified.samples == "2 of the example's 8 samples"
 
 
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "Net was compared with torch in parts: 3 tensors equal torch's on updates alone; .* what stands around the blocks was not compared"
     with pytest.warns(UserWarning, match=words):
         step, _, _ = net()
-    assert step.judged is not None and "the full step would take some 6000 s" in str(step.judged)
+    assert step.verified is not None and "the full step would take some 6000 s" in str(step.verified)
 
 
 def test_memory_is_foreseen() -> None:
@@ -270,7 +270,7 @@ def test_a_program_made_later_is_compared_too(plan: str, monkeypatch: pytest.Mon
     for mode in ("a", "c", "a", "c"):
         model.mode = mode
         step(batch)
-    assert len(looked) == 2 and step.judged is not None and step.judged.compared  # each program once
+    assert len(looked) == 2 and step.verified is not None and step.verified.compared  # each program once
     model.mode = "b"
     before = {n: x.clone() for n, x in step.state.items()}
     for _ in range(2):
@@ -302,7 +302,7 @@ def test_ranks_compare_it_from_rows_of_their_own(tmp_path: Path) -> None:
         rows = torch.randn(4, 6, dtype=torch.float64)
         model.mode = "c"
         step(rows)
-        assert rank or step.judged.compared > 4
+        assert rank or step.verified.compared > 4
         model.mode = "b"
         with pytest.raises(CaptureError, match="does not compute what torch does"):
             step(rows)
@@ -330,4 +330,4 @@ def test_gradients_that_are_rounding_alone_are_torchs() -> None:
         model = Cancelled()
         adam = torch.optim.Adam(model.parameters())
         step = parallelize(model, lambda m, x: m(x).square().mean(), adam, torch.randn(8, 8), "dp1,micro4", allow_micro_mean=True)
-        assert step.judged is not None
+        assert step.verified is not None

@@ -66,7 +66,7 @@ class Inference:
 
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device, check: bool = True) -> None:
         self.model, self.device, self.named, self.check = uncompiled(model), device, Spec.parse(plan), check
-        self.judged: Verdict | None = None  # of the last program, on rank 0
+        self.verified: Verdict | None = None  # of the last program, on rank 0
         if self.named.pp > 1 or self.named.micro or self.named.recompute:
             raise PlanError("inference runs the full batch at once", needed="a plan without pp, micro and recompute", found=plan)
         self._held: dict[str, Placements] = {}
@@ -111,7 +111,7 @@ class Inference:
     def _check(self, captured: Captured, program: Program, batch: Any) -> None:
         case = ForwardCase(self.model, None, None, How(), self.device)
         with evaluating(self.model), as_before(captured.reads):
-            self.judged = seen_by_first(lambda: check_against_torch(captured, case, batch))
+            self.verified = seen_by_first(lambda: check_against_torch(captured, case, batch))
         verified(captured.program, program, lambda: captured.inputs(batch))
 
     def _captured(self, batch: Any) -> Captured:

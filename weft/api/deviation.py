@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.api.check_step import Case
 
 TOLERANCE = {8: 1e-9, 4: 2e-5, 2: 2e-2}  # of a tensor's largest value, by the bytes of the least exact float of the program
-# The same of an update from equal gradients, which treats each element alone. In bf16 Adam rounds five times between gradient and new
+# The same of an update from equal gradients, which is elementwise. In bf16 Adam rounds five times between gradient and new
 # parameter (two moments, root, quotient, sum), each by up to 2^-8 of a value: a parameter that starts at zero is its update alone.
 UPDATE = {8: 1e-11, 4: 1e-6, 2: 5 * 2**-8}
 ROUNDING = 32  # times what moving the last digit of the inputs does

@@ -167,7 +167,7 @@ class _StepRequest:
             step = self._line()
         else:
             step = self._one(draft, decision, self.example)
-            step.judged = judged
+            step.verified = judged
             self.variants.adopt(step, self.retrace)
         step.decision = decision
         return step

@@ -102,7 +102,7 @@ def pipelined(
     judged = look(example) if check and known is None else None
     draft = passes.run(draft, after="micro-batch")
     step = PipelinedStep(replace(micro, captured=draft.step), draft, model, loss, optimizer, seed)
-    step.captured, step.traced, step.moves, step.judged, step.how = captured, captured.program, draft.moves, judged, case.how
+    step.captured, step.traced, step.moves, step.verified, step.how = captured, captured.program, draft.moves, judged, case.how
     step.unjudged, step.checked = look if check and known is not None else None, check
     if check:
         step.report = step.verify()

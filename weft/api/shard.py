@@ -130,7 +130,7 @@ class Sharded:
         self.signature = inspect.signature(model.forward)
         self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
         self.reads: dict[bool, Reads] = {}
-        self.judged: dict[bool, Verdict | None] = {}  # by torch, on rank 0; while training and not
+        self.verified: dict[bool, Verdict | None] = {}  # by torch, on rank 0; while training and not
         self.passes = {mode: self._passes(mode, check) for mode in (True, False)}
         self._compiled: dict[str, Compiled] = {}
         self._mesh: Any = None
@@ -157,7 +157,7 @@ class Sharded:
         program = self._placed(both)
         if check:
             case = TrainedCase(self.model, None, None, How(), self.device, moment, lambda x: with_gradients(self.model, x))
-            self.judged[True] = seen_by_first(lambda: check_against_torch(both, case, self.example))
+            self.verified[True] = seen_by_first(lambda: check_against_torch(both, case, self.example))
             verified(both.program, program)
         outs = [n for n in program.output_names if n.startswith(OUT)]
         grads = [n for n in program.output_names if n.startswith(GRAD)]
@@ -169,7 +169,7 @@ class Sharded:
     def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
         program = self._placed(first)
         if check:
-            self.judged[False] = seen_by_first(lambda: check_against_torch(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
+            self.verified[False] = seen_by_first(lambda: check_against_torch(first, ForwardCase(self.model, None, None, How(), self.device), self.example))
             verified(first.program, program, lambda: first.inputs(self.example))
         results = tuple(n for n in program.output_names if n not in dict(program.state))
         return Passes(first, program, None, results, nest)

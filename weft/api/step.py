@@ -74,7 +74,7 @@ class Step(StepState):
         self.grad_norm: Tensor | None = None
         self.decision: Decision | None = None
         self.report: Report | None = None  # of the check of the plan
-        self.judged: Verdict | None = None  # of the comparison with torch, on rank 0
+        self.verified: Verdict | None = None  # of the comparison with torch, on rank 0
         self.unjudged: Callable[[Any], Verdict | None] | None = None  # makes that comparison, where it is yet to be made
         self.how, self.checked = How(), True  # whether what is made later shall be compared with torch too
         self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
@@ -326,6 +326,7 @@ class Step(StepState):
             self.take_written()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take full tensors, as `state_dict` gives them; each rank keeps its shards."""
         missing = [n for n in self._state if n not in self.captured.constants and n not in state]
         if missing:
             raise RuntimeFault(

@@ -82,7 +82,7 @@ class Kind(enum.Enum):
     """What sort of thing an op is; the verbs ask for it."""
 
     SOURCE = "makes a value from nothing"
-    POINTWISE = "treats each element alone"
+    POINTWISE = "is elementwise"
     REDUCE = "reduces dims of one operand"
     CONTRACT = "multiplies and sums"
     VIEW = "only renames elements"

@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Inputs, outputs, which output becomes which input of the next step, and how the program came about."""
+    """A program over a mesh: inputs, outputs, which output is which input's next value (`state`), and the program it was made from."""
 
     name: str
     mesh: Mesh
@@ -97,11 +97,13 @@ class Program:
         return names
 
     def outputs_of(self, node: Node) -> list[str]:
+        """The names of the outputs that a node is."""
         return list(self._names_of.get(node, ()))
 
     # -- naming a place ----------------------------------------------------------------------------------------------
 
     def find_all(self, op: str | None = None, where: Callable[[Node], bool] | None = None) -> list[Node]:
+        """All nodes of an op, or for which `where` is true."""
         return [n for n in self.nodes if (op is None or n.op.name == op) and (where is None or where(n))]
 
     def find(self, op: str | None = None, where: Callable[[Node], bool] | None = None) -> Node:
@@ -157,6 +159,7 @@ class Program:
         return after if after in self.node_set else None
 
     def pointwise(self) -> list[Node]:
+        """All elementwise nodes."""
         return self.find_all(where=lambda n: n.op.kind.name == "POINTWISE")
 
     def between(self, first: Node | str, last: Node | str) -> list[Node]:
@@ -215,6 +218,7 @@ class Program:
         return tuple(g for g in live if g.nodes)
 
     def with_groups(self, groups: Iterable[Group], parent: Program | None, step: str) -> Program:
+        """The same program with other fused or overlapped groups."""
         return replace(self, groups=tuple(groups), parent=parent, step=step)
 
     def with_outputs(

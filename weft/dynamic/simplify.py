@@ -46,7 +46,7 @@ def specialise(f: VertexProgram, absent: Iterable[Source]) -> VertexProgram:
 
 
 def _is_zero(n: Node, zeros: set[Node]) -> bool:
-    """Whether an op gives zeros: linear in operands that are all zero, or by its meaning where it treats each element alone."""
+    """Whether an op gives zeros: linear in operands that are all zero, or by its meaning where it is elementwise."""
     zero = frozenset(i for i, a in enumerate(n.args) if a in zeros)
     if not zero or len(n.types) > 1:
         return False

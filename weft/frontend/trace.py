@@ -54,9 +54,9 @@ def i64(*shape: int, **placements: Placement) -> TensorSpec:
 
 
 def trace(fn: Callable[..., Any], mesh: Mesh, *, name: str | None = None, state: Mapping[str, str] | None = None, **inputs: Any) -> Program:
-    """Calls `fn` on symbolic inputs and keeps what it computed.
+    """Trace `fn` on symbolic inputs into a program.
 
-    `inputs` are Specs, or dicts and lists of them. What `fn` returns is a dict of outputs, or one output called `out`.
+    `inputs` are tensor specs (`lang.f32(1024, dp=P())`), or dicts and lists of them. `fn` returns a dict of outputs, or one, called `out`.
     An output with the name and type of an input is its next value (state) unless `state` says otherwise.
     """
     _fits(fn, mesh, inputs)

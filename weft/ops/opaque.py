@@ -1,4 +1,4 @@
-"""Torch ops without an entry of their own: kept in one piece, or sharded in any way where torch treats each element alone."""
+"""Torch ops without an entry of their own: kept in one piece, or sharded in any way where torch is elementwise."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ each = define(
     run=lambda *tensors, target, call, keys, gives: _call(tensors, target, call, keys)[0],
     dtype=_given_dtype,
     vjp=_each_vjp,
-    doc="a torch op that treats each element alone",
+    doc="a torch op that is elementwise",
     approximated=True,
 )
 
@@ -275,7 +275,7 @@ each_backward = define(
     dtype=_given_dtype,
     linear=Linear.FIRST,
     vjp=_backward_vjp,
-    doc="(ct, operands) -> torch's own backward op of one that treats each element alone",
+    doc="(ct, operands) -> torch's own backward op of one that is elementwise",
     approximated=True,
 )
 

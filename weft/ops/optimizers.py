@@ -200,7 +200,7 @@ adagrad = _update("adagrad", _adagrad, decay=(0.1,), lr_decay=(0.1,), eps=(1e-10
 rmsprop = _update("rmsprop", _rmsprop, alpha=(0.9,), eps=(1e-8,), decay=(0.1,), momentum=(0.9,))
 
 
-# -- an update of which no more is known than that it treats each element alone ------------------------------------------------------------------
+# -- an update of which no more is known than that it is elementwise ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Body:
 
 
 def body_of(inputs: Mapping[str, Node], outputs: Mapping[str, Node], states: Sequence[str]) -> Body | None:
-    """The body of an update, if it treats each element alone: all but numbers is pointwise, and of the parameter's own shape."""
+    """The body of an update, if it is elementwise: all but numbers is pointwise, and of the parameter's own shape."""
     param = inputs["param"]
     big = [param, inputs["grad"], *(inputs[s] for s in states if s in inputs and inputs[s].shape == param.shape)]
     results = [outputs["param"], *(outputs[s] for s in states if outputs[s].shape == param.shape)]
@@ -289,7 +289,7 @@ update = define(
     run=_run_body,
     unfold=_unfold_body,
     flops=lambda n: float(len(_parsed(n.attr("body")).nodes)) * math.prod(n.types[0].layout.largest_local),
-    doc="an optimizer's update that treats each element alone, as its own step() says",
+    doc="an optimizer's update that is elementwise, as its own step() says",
 )
 
 

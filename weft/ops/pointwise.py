@@ -1,4 +1,4 @@
-"""Ops that treat each element alone: arithmetic, comparison, choice, casts, activations, dropout.
+"""Elementwise ops: arithmetic, comparison, choice, casts, activations, dropout.
 
 Their one equation gives every dim its own label; a dim of size 1, or a missing leading one, is stretched over the others.
 """

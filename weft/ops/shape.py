@@ -106,12 +106,14 @@ permute_op: Op = define(
 
 
 def permute(x: Any, *order: Any) -> Any:
+    """The dims in another order, as torch.permute."""
     dims = tuple(order[0]) if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
     dims = tuple(one_dim(d, x.ndim) for d in dims)
     return x if dims == tuple(range(x.ndim)) else permute_op(x, order=dims)
 
 
 def transpose(x: Any, a: int = -2, b: int = -1) -> Any:
+    """Two dims swapped, as torch.transpose."""
     order = list(range(x.ndim))
     a, b = one_dim(a, x.ndim), one_dim(b, x.ndim)
     order[a], order[b] = order[b], order[a]
@@ -166,7 +168,7 @@ expand_op = define(
 
 
 def expand(x: Any, shape: Any, shards: Any = ()) -> Any:
-    """Dims of size 1 repeated to `shape`; `shards` are (axis, dim, within) of repeated dims."""
+    """Repeat dims of size 1 to `shape`, as torch.expand; `shards` are (axis, dim, within) of repeated dims."""
     shape = tuple(shape)
     extra = len(shape) - x.ndim
     if extra:

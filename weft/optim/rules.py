@@ -102,7 +102,7 @@ def step_program(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Progra
 
 
 def _written(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool = False) -> Program:
-    """As on one device or, for an update that treats each element alone, on slices from the beginning."""
+    """As on one device or, for an update that is elementwise, on slices from the beginning."""
 
     def step(g: Sequence[Any], x: Sequence[Any], **rest: Any) -> dict[str, Any]:
         h = {k: rest[k] for k in rule.scalars}

@@ -53,7 +53,7 @@ _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
     "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES, "experts": whole(),
 }  # fmt: skip
-FORESEEN_OF = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
+PREDICTED = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {
     "mesh": Mapped(whole(1), word, most=16), "inputs": Mapped(Mapped(text(), word, most=16)), "again": Listed(text()), "rules": Listed(text()),
     "micro_batches": whole(1), "beside": Listed(text()), "program": text(BYTES),
@@ -63,9 +63,9 @@ _FROM = {
     "weft_plan": whole(), "model": text(), "cluster": text(), "seq": whole(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
     "origin": text(), "limits": LIMITS, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000), "layouts": LAYOUTS,
 }  # fmt: skip
-SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}), "predicted": FORESEEN_OF})
+SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}), "predicted": PREDICTED})
 OF_BEFORE = Record({
-    **_FROM, "setting": Record(_BEFORE), "foreseen": FORESEEN_OF, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
+    **_FROM, "setting": Record(_BEFORE), "foreseen": PREDICTED, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
 })  # fmt: skip
 ZERO = ("everything replicated", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
@@ -98,9 +98,11 @@ def nine_digits(x: float) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """`setting` is all that is decided, and what for. `layouts` of a captured program: the
-    mesh of a stage, how every input is laid out on it, and the program so placed, as text; where rules of values rewrote it,
-    the moves that did, made once matmuls are written as such. Files of before have the names of the rules alone.
+    """A plan: every decision, what it was made for, and what is predicted of it.
+
+    Print it, `save` it, `export` it to another system, `explain` it, or pass it to `parallelize`. `spec` holds the decisions, `predicted` the
+    figures (`step_ms`, `tokens_per_s`, `mfu`, `memory_gb`), `baselines_ms` what other systems would take. Of a captured model `layouts` has the
+    layout of every input and the placed program as text, and the rewrites where rules changed the program.
     """
 
     model: str

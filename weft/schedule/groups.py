@@ -21,7 +21,7 @@ FUSIBLE = (Kind.POINTWISE, Kind.REDUCE, Kind.VIEW, Kind.SOURCE)
 
 
 def fuse(p: Program, places: Iterable[Place] | str, *, name: str | None = None) -> Program:
-    """The nodes become one kernel.
+    """Fuse nodes into one kernel.
 
     Members: elementwise ops, reductions and views; at most one reduction collective over tensors (scalars may bring more),
     the gathers and slices around it, all along one axis. Nothing outside may stand between two members.
@@ -135,7 +135,7 @@ def _check_disjoint(p: Program, nodes: Sequence[Node], kind: str) -> None:
 
 
 def overlap(p: Program, *stages: Place, dim: int, chunks: int = 4, name: str | None = None) -> Program:
-    """Stages pipelined in chunks along dim `dim` of the first one's result: while one chunk is sent, the next is computed.
+    """Overlap stages in chunks along dim `dim` of the first one's result: while one chunk is sent, the next is computed.
 
     A stage is a node, or the name of a fused group. Each must read one before it, every node must treat the chunks alone,
     and both computation and communication must be among them.

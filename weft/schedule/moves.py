@@ -21,7 +21,7 @@ from weft.schedule.refusal import Place, as_one_step, expect, name_in, refuse, t
 
 
 def sink(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None, summing: bool = False) -> Program:
-    """A gather, or a slice, moved after the ops that read it.
+    """Move a gather, or a slice, after the ops that read it.
 
         f(all_gather(x), y)      ->   all_gather(f(x, slice(y)))       f treats each slice alone
         sum(all_gather(x))       ->   all_reduce(sum(x))               a reduction of the sharded dim brings its own
@@ -153,7 +153,7 @@ def _sink_slice(p: Program, f: Node, axis: str) -> Program:
 
 
 def hoist(p: Program, at: Place, *, past: Place | Iterable[Place] | None = None) -> Program:
-    """A gather, or a slice, moved before the op it reads.
+    """Move a gather, or a slice, before the op it reads.
 
         all_gather(f(x, y))      ->   f(all_gather(x), all_gather(y))
         slice(f(x, y))           ->   f(slice(x), slice(y))
@@ -199,7 +199,7 @@ def hoist_one(p: Program, node: Node) -> Program:
 
 
 def delay(p: Program, at: Place, *, past: Place | None = None) -> Program:
-    """A reduction moved after an op that reads it: a sum past what is linear, a max or min past what keeps the order.
+    """Move a reduction after an op that reads it: a sum past linear ops, a max or min past ops that keep the order.
 
     f(all_reduce(x), w)                  ->   all_reduce(f(x, w))             f linear in x
     all_reduce(x) + all_reduce(y)        ->   all_reduce(x + y)

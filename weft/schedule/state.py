@@ -18,7 +18,7 @@ from weft.schedule.refusal import as_one_step, name_in, refuse, tried
 
 
 def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
-    """State that is only ever used in slices, stored in slices. Inputs that are no state, as weights to be read, likewise.
+    """Store state that is only used in slices as shards; inputs that are no state, such as weights that are only read, likewise.
 
         m: R;  slice(m) ... m' = all_gather(u)     ->     m: S;  m ... m' = u
         w: R;  f(w) ...     w' = all_gather(u)     ->     w: S;  f(all_gather(w)) ... w' = u       with gather=True
@@ -112,7 +112,7 @@ def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
 
 
 def drop_dead(p: Program, *outputs: str) -> Program:
-    """What nothing reads, dropped: the outputs named, inverse pairs of layout changes, inputs no longer used.
+    """Drop the named outputs, inverse pairs of layout changes, and inputs that nothing reads.
 
     slice(all_gather(x))   ->   x            all_gather(slice(x))   ->   x
     """

@@ -21,7 +21,7 @@ from weft.schedule.refusal import Place, expect, name_in, quoted, refuse, tried,
 
 
 def split(p: Program, at: Place, *, dim: int | None = None, within: Within = None, root: int | None = None) -> Program:
-    """An all_reduce in two halves.
+    """Split an all_reduce into a reduce_scatter and an all_gather, or a reduce and a broadcast.
 
         all_reduce(x)   ->   all_gather(reduce_scatter(x, dim))        with dim
         all_reduce(x)   ->   broadcast(reduce(x, root))                with root
@@ -52,7 +52,7 @@ MERGEABLE = (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_
 
 
 def merge(p: Program, *places: Place) -> Program:
-    """Collectives of one kind over one axis, made one call over several tensors.
+    """Merge collectives of one kind over one axis into one call over several tensors.
 
         all_reduce(x), all_reduce(y)   ->   all_reduce(x, y)
 
@@ -63,7 +63,7 @@ def merge(p: Program, *places: Place) -> Program:
 
 
 def bucket(p: Program, *places: Place, max_bytes: int | None = None) -> Program:
-    """All_reduces of several tensors, made one over their flattened concatenation; `max_bytes` bounds each bucket.
+    """Replace all_reduces of several tensors by all_reduces of flat buckets, each of at most `max_bytes`.
 
     all_reduce(x), all_reduce(y)   ->   pieces of all_reduce(concat(x, y))
     """
@@ -134,7 +134,7 @@ def _one_reduction(p: Program, nodes: Sequence[Node], verb: str) -> None:
 
 
 def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program:
-    """A sum over two axes, done inside the node first and across nodes on slices.
+    """Reduce over two axes hierarchically: inside the node first, then across nodes on slices.
 
     all_reduce(all_reduce(x, a), b)   ->   all_gather(all_reduce(reduce_scatter(x, inside), across), inside)
     """
@@ -155,7 +155,7 @@ def by_hierarchy(p: Program, at: Place, *, inside: str, dim: int = 0) -> Program
 
 
 def undo(p: Program) -> Program:
-    """The program before the last step."""
+    """Return the program before the last step."""
     if p.parent is None:
         raise InvalidTransform(f"{p.name} has no step to undo", needed="a program made by a verb", found="one as it was written")
     return p.parent

@@ -175,7 +175,7 @@ def test_hooks_of_torchs_graph_are_refused(kind: str, words: str) -> None:
 def test_whether_there_is_a_gradient_may_be_asked() -> None:
     model = Net().double()
     step = parallelize(model, graph_hooked("asked"), torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 4, dtype=torch.float64))
-    assert step.judged is not None and step.judged.compared
+    assert step.verified is not None and step.verified.compared
 
 
 def test_a_hook_of_several_parameters_is_refused_until_it_is_removed() -> None:

@@ -106,7 +106,7 @@ class Update:
     nest: Mapping[Any, Any]  # how the optimizer keeps state: key -> (how its leaves are nested, their names, what each is)
     counted: tuple[str, ...] = ()  # state that counts updates
     known: tuple[Known, dict[str, Any]] | None = None  # the op that it is, with its attributes
-    body: Body | None = None  # its arithmetic, where it treats each element alone
+    body: Body | None = None  # its arithmetic, where it is elementwise
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ class Step:
         return self.states[name]
 
     def _update_one(self, group: int, name: str, traced: Tensor, update: Update, swap: Mapping[Node, Node], count: Node) -> None:
-        """One op where the update treats each element alone; else as it was traced, the gradient laid out as the state is."""
+        """One op where the update is elementwise; else as it was traced, the gradient laid out as the state is."""
         ref, inputs, outputs = self.recorder.ref(traced), update.inputs, update.outputs
         states = [s for s in outputs if s != "param" and s not in update.counted]
         found = {s: outputs[s] for s in states if update.body is None or outputs[s].shape != outputs["param"].shape}

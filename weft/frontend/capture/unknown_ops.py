@@ -60,7 +60,7 @@ _UNTAGGED = {torch.ops.aten.floor_divide.default, torch.ops.aten.hardswish.defau
 
 
 def each_element(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> Node | None:
-    """One `each` node, where torch says that the op treats each element alone and its operands are stretched as usual."""
+    """One `each` node, where torch says that the op is elementwise and its operands are stretched as usual."""
     if not (torch.Tag.pointwise in func.tags or func in _UNTAGGED) or not isinstance(out, Tensor) or out.dtype.is_complex:
         return None
     if any(isinstance(x, (_Pairs, complex)) for x in tree_leaves((args, kwargs))):
@@ -76,7 +76,7 @@ def each_element(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any
 
 
 def alone(recorder: Recorder, func: Any, *args: Any, dtype: torch.dtype) -> Node:
-    """One `each` node of a torch op that treats each element alone when it is called so."""
+    """One `each` node of a torch op that is elementwise when it is called so."""
     nodes: list[Node] = []
     call = template(recorder, args, nodes)
     return each(*nodes, target=str(func), call=call, keys=(), gives=DTYPE_NAMES[dtype])

@@ -297,7 +297,7 @@ def _seen(a: Array, labels: Sequence[str], env: Mapping[str, int], whole: frozen
 
 
 def _each(f: Callable[..., Any]) -> Callable[..., Array]:
-    """An op that treats each element alone, on operands stretched to one shape."""
+    """An op that is elementwise, on operands stretched to one shape."""
 
     def run(m: Meaning, node: Node, shape: Any, *xs: Array) -> Array:
         wide = np.broadcast_arrays(*xs)

@@ -1,4 +1,4 @@
-"""ATen ops that treat each element alone."""
+"""ATen ops that are elementwise."""
 
 from __future__ import annotations
 
