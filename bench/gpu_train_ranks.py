@@ -148,7 +148,7 @@ class Planned:
         from weft.api.parallelize import parallelize
 
         plan, _, lanes = plan.partition(" lanes")
-        os.environ["WEFT_LANES"] = lanes  # groups over which messages are sent in turn; none said, as measured
+        os.environ["WEFT_CHANNELS"] = lanes  # groups over which messages are sent in turn; none said, as measured
         model = copy.deepcopy(race.workload.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         example = {k: v.cpu() for k, v in race.batches[0].items()}

@@ -33,22 +33,22 @@ def test_a_message_goes_where_least_was_sent() -> None:
 
 
 def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_LANES", "many")
-    with pytest.raises(RuntimeFault, match="WEFT_LANES does not name a number of groups") as e:
+    monkeypatch.setenv("WEFT_CHANNELS", "many")
+    with pytest.raises(RuntimeFault, match="WEFT_CHANNELS does not name a number of groups") as e:
         channels._requested()
     assert "1 or more" in str(e.value) and "many" in str(e.value)
-    monkeypatch.setenv("WEFT_LANES", "3")
+    monkeypatch.setenv("WEFT_CHANNELS", "3")
     assert channels._requested() == 3
 
 
 def over_lanes(rank: int) -> None:
     """Two hosts of two ranks: the same losses over 1, 2 and 3 groups, sums, slices or parameters sent."""
     os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
-    os.environ["WEFT_LANES"] = "1"
+    os.environ["WEFT_CHANNELS"] = "1"
     want, how = losses("dp4")
     assert how == "node by node"
     for plan, count in {"dp4,zero1": 3, "dp2,tp2,zero3": 2}.items():
-        os.environ["WEFT_LANES"] = str(count)
+        os.environ["WEFT_CHANNELS"] = str(count)
         got, how = losses(plan)
         assert f"messages along dp over {count} groups" in how, how
         torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
@@ -61,7 +61,7 @@ def test_losses_do_not_depend_on_lanes(tmp_path: Path) -> None:
 
 def measured(rank: int) -> str:
     """Asked for, groups are timed where ranks are on several hosts, and what was found is kept."""
-    os.environ["WEFT_LANES"] = "measure"
+    os.environ["WEFT_CHANNELS"] = "measure"
     channels.MUCH, channels.MESSAGE, took = 0, 1 << 12, channels._measured
     told: list[tuple[str, ...]] = []
 

@@ -43,7 +43,7 @@ def between_hosts(rank: int) -> None:
     assert how == "node by node"
     wires: list[str] = []
     traced_without_inductor(wires)
-    os.environ["WEFT_LANES"] = "2"  # and over two groups in turn
+    os.environ["WEFT_CHANNELS"] = "2"  # and over two groups in turn
     for plan, wanted in {"dp2": "all_reduce", "dp2,zero1": "reduce_scatter_tensor", "dp2,zero3": "all_gather_into_tensor"}.items():
         got, how = losses(plan)
         assert how == "Inductor's kernels, messages along dp over 2 groups" and any(wire.startswith(wanted) for wire in wires), (plan, how, wires)

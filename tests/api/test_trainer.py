@@ -61,7 +61,7 @@ def test_it_trains_evaluates_saves_and_resumes_as_transformers_does(tmp_path: Pa
 def test_what_the_trainer_would_split_itself_is_refused(tmp_path: Path) -> None:
     from weft.api.trainer import Trainer
 
-    with pytest.raises(PlanError, match=r"told to split its work as well(.|\n)*gradient_accumulation_steps=2(.|\n)*micro4"):
+    with pytest.raises(PlanError, match=r"set to split the work as well(.|\n)*gradient_accumulation_steps=2(.|\n)*micro4"):
         trainer(Trainer, tmp_path, gradient_accumulation_steps=2)
 
 

@@ -54,7 +54,7 @@ CASES = {
     "discover --out /nope/x": "no folder /nope", "discover --world nope": "no world named 'nope'", "calibrate --ranks a,b": "between 'a,b' processes",
     "calibrate --ranks=-1": "between '-1' processes", "calibrate --ranks 99999999999": "numbers of 2 to 1024", "calibrate --out /nope/x": "no folder /nope",
     "run --hosts 2 --meet-at x syntax.py": "hosts cannot meet at 'x'", "run --hosts 2 --meet-at x:99999999 syntax.py": "hosts cannot meet",
-    "run --hosts 2 --host 2 syntax.py": "there is no host 2", "run --timeout -3 syntax.py": "cannot be waited for|no rank can be waited for -3",
+    "run --hosts 2 --host 2 syntax.py": "there is no host 2", "run --timeout -3 syntax.py": "cannot be waited for|a rank cannot be waited for -3",
     "plan syntax.py:make --cluster 1x2xA100": r"SyntaxError: invalid syntax \(syntax.py, line 1\)",
     "plan raises.py:make --cluster 1x2xA100": r"ValueError: mine \(raises.py, line 3\)", "plan gpt2 --cluster 1x8xH100 --memory 0GB": "more than 0 bytes",
     "plan make.py:breaks --cluster 1x2xA100":

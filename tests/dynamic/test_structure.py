@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "an absent child where another may be absent": (lambda: _run(_built([[], [None, 0]]), second=True), "sample 0: vertex 1 lacks child 0"),
     "too few children": (lambda: _run(_built([[], [None]]), second=True), "sample 0: vertex 1 lacks child 0"),
     "a vertex that is not there": (lambda: _run(dynamic.trees([(0, 1)]), at=[0, -1]), "is not there.*needed  numbers between 0 and 2.*found   -1"),
-    "truth values for vertices": (lambda: _run(dynamic.trees([(0, 1)]), at=[True, False, True]), "these are no vertices"),
+    "truth values for vertices": (lambda: _run(dynamic.trees([(0, 1)]), at=[True, False, True]), "this names no vertices"),
     "vertices of no output": (lambda: _run(dynamic.trees([(0, 1)]), at={"g": [0]}), "other outputs than the functions push.*needed  h.*found   g"),
     "an array as input": (lambda: _run(dynamic.trees([(0, 1)]), x=np.zeros((4, 3))), "input 'x' is no tensor.*found   ndarray"),
     "a row out of range": (

@@ -93,7 +93,7 @@ def test_a_name_is_planned_as_by_the_command() -> None:
     other = weft.plan("gpt2", batch=8, cluster="1x2xA100", fixed="recompute,dp1")
     assert "recompute  none  full" in str(plan.diff(other)) and other.spec.recompute == "full"
     assert "nn" in plan.export("fsdp2")
-    with pytest.raises(PlanError, match=r"(?s)a plan alone is no step.*model=, loss=, optimizer=, batch="):
+    with pytest.raises(PlanError, match=r"(?s)this plan has no model bound to it.*model=, loss=, optimizer=, batch="):
         plan.parallelize()
 
 

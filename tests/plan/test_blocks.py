@@ -269,7 +269,7 @@ def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_pa
     made = planned(tmp_path, "make", "1x2xA100", 16, pins={"pp": "2"})
     assert isinstance(made, Plan)
     for tell in (lambda run: list(explain(made, run_model=run)), lambda run: of_plan(made, explained=False, run_model=run)):
-        with pytest.raises(PlanError, match="is not run unasked"):
+        with pytest.raises(PlanError, match="is code that runs only if you allow it"):
             tell(False)
     assert {r.decision for r in explain(made, run_model=True)} >= {"schedule", "micro_batch"}
     facts = of_plan(made, explained=False, run_model=True)

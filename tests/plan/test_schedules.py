@@ -120,7 +120,7 @@ def test_a_stream_runs_one_task_at_a_time() -> None:
 
 
 def test_a_circle_is_refused() -> None:
-    with pytest.raises(PlanError, match="wait for one another in a circle") as caught:
+    with pytest.raises(PlanError, match="the tasks of the step form a cycle") as caught:
         run([Task("first", "x", 1, after=(1,)), Task("second", "y", 1, after=(0,))])
     assert "first, second" in str(caught.value)
 

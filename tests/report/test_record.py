@@ -276,7 +276,7 @@ def test_recording_changes_no_step_in_micro_batches(tmp_path: Path) -> None:
 def test_noise_is_refused_in_micro_batches() -> None:
     model = nn.Linear(4, 4)
     batch = {"x": torch.randn(4, 4)}
-    with pytest.raises(PlanError, match=r"(?s)micro2 is run in micro-batches.*needed\s+noise=False"):
+    with pytest.raises(PlanError, match=r"(?s)micro2 runs micro-batches.*needed\s+noise=False"):
         parallelize(model, lambda m, b: m(b["x"]).sum(), torch.optim.SGD(model.parameters(), lr=0.1), batch, plan="micro2", noise=True)
 
 

@@ -488,7 +488,7 @@ class Pool:
     def _too_large(self) -> PlanError:
         if not self.programs:
             return PlanError(
-                "no plan can be run here", needed="a plan that places", found="; ".join(o.reason for o in self.options.values())
+                "no plan can be run here", needed="a plan whose layouts every op accepts", found="; ".join(o.reason for o in self.options.values())
             )
         least = min((self.options[n] for n in self.programs), key=lambda o: o.gb)
         return PlanError(

@@ -1,4 +1,4 @@
-"""Over how many groups the messages between hosts are sent: as `WEFT_LANES` says, else as many as carried them fastest.
+"""Over how many groups the messages between hosts are sent: as `WEFT_CHANNELS` says, else as many as carried them fastest.
 
 One NCCL group over sockets leaves half of a link idle, on another network a second group only gets in the way of the first. So where a
 program sends much to other hosts, a few messages of each kind it sends are timed over 1, 2 and 4 groups; the slowest rank
@@ -52,11 +52,11 @@ def with_channels(program: Program, on: Mapping[str, Any], device: torch.device)
 
 def _requested() -> int | str:
     """What the user says: a number of groups, or that they be measured on any device."""
-    asked = os.environ.get("WEFT_LANES", "")
+    asked = os.environ.get("WEFT_CHANNELS", "")
     if asked in ("", "measure"):
         return asked
     if not asked.isdigit() or int(asked) < 1:
-        raise RuntimeFault("WEFT_LANES does not name a number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_LANES")
+        raise RuntimeFault("WEFT_CHANNELS does not name a number of groups", needed="1 or more, or `measure`", found=asked, try_="unset WEFT_CHANNELS")
     return int(asked)
 
 

@@ -56,7 +56,7 @@ class Store:
     def __init__(self, folder: str | Path, step: Any, keep: int = 2) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(
-                "checkpoints cannot be kept like that",
+                "keep= is no number of checkpoints",
                 needed="keep as a number of checkpoints, 1 or more",
                 found=f"keep={keep!r}",
                 try_="keep=2 keeps the last two of a run",

@@ -53,7 +53,7 @@ def compile(
     if isinstance(what, Program):
         return Compiled(what, device=device)
     if example is None:
-        raise PlanError("a model is compiled for batches of one shape", needed="example=, such a batch", found="none")
+        raise PlanError("a model is compiled for batches of one shape", needed="example=, one batch", found="none")
     return Inference(what, plan, example, torch.device(device), check)
 
 
@@ -154,7 +154,7 @@ def _require_memory(known: list[tuple[Compiled, Captured]], batch: Any) -> None:
         words = str(cast(Reads, known[-1][1].reads).changes(batch)[0])
         raise RuntimeFault(
             f"the model has been compiled {MOST} times for batches of one shape",
-            needed="values in Python that settle",
+            needed="values in Python that stop changing",
             found=words,
             try_="pass it as a tensor in the batch",
         )

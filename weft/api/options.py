@@ -89,7 +89,7 @@ class Options:
         asked = replace(options or Options(), **settings)
         if not isinstance(asked.deterministic, bool) and asked.deterministic != ANY_PLAN:
             raise PlanError(
-                f"no way to be deterministic {asked.deterministic!r}", needed=f'True, the same bits on every run of one plan, "{ANY_PLAN}" or False',
+                f"deterministic={asked.deterministic!r} is no option", needed=f'True, the same bits on every run of one plan, "{ANY_PLAN}" or False',
                 found=repr(asked.deterministic), try_=f'deterministic="{ANY_PLAN}"',
             )  # fmt: skip
         if asked.deterministic == ANY_PLAN and (asked.noise or asked.accumulate > 1 or asked.precision not in (None, torch.float32, torch.float64)):
@@ -148,7 +148,7 @@ def require_ranks(plan: Spec, call: str) -> None:
         raise PlanError(
             f"plan '{plan}' needs a process group",
             needed=f"torch.distributed.init_process_group() before {call}",
-            found=f"{launched} processes that know nothing of each other",
+            found=f"{launched} processes without a process group",
             try_="torch.distributed.init_process_group()",
         )
     raise PlanError(

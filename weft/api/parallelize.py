@@ -216,8 +216,8 @@ class _StepRequest:
         source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
         if self.any_plan and (draft.moves or (self.file is not None and self.file.program is not None)):
             raise PlanError(
-                f'deterministic="{ANY_PLAN}" with a plan that says how to compute', needed="a plan in words",
-                found=f"{len(draft.moves)} moves of rules and layouts", try_=f'plan="{named}"',
+                f'deterministic="{ANY_PLAN}" with a plan that rewrites the step', needed="a plan string",
+                found=f"{len(draft.moves)} rewrites", try_=f'plan="{named}"',
             )  # fmt: skip
         require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
         report = verified(source, program, lambda: captured.inputs(batch)) if self.check else None
@@ -246,8 +246,9 @@ class _StepRequest:
         named = cast(Spec, self.named)
         if self.noise:
             raise PlanError(
-                f"{named} is run in micro-batches", needed="noise=False", found="noise=True", try_="a plan without pp and micro"
-            )
+                f"{named} runs micro-batches, which leave the noise scale unmeasured",
+                needed="noise=False", found="noise=True", try_="a plan without pp and micro",
+            )  # fmt: skip
         asked = {
             "followed": self.file,
             "mean": self.mean,

@@ -67,7 +67,7 @@ class PipelinePlans:
         pieces = stage_contents_of(plan)
         found = pieces.find(micro.captured) if pieces is not None else FoundStages()
         if found.told:
-            raise PlanError("its stages cannot be had", needed="a step as it was planned", found="; ".join(found.told))
+            raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.told))
         made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
         return made, predicted(made.line, plan, where)
 

@@ -69,7 +69,7 @@ class Followed:
         if found.recomputed and not captured.gradients:
             found = FoundStages(told=["what it recomputes: the model was traced together with its backward pass"])
         if found.told:
-            raise self._refused(f"{self.path} cannot be followed on this step", "a step as it was planned", "; ".join(found.told))
+            raise self._refused(f"{self.path} cannot be followed on this step", "the step that was planned", "; ".join(found.told))
         return found
 
     def again(self, captured: Captured) -> Captured:

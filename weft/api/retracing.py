@@ -367,7 +367,7 @@ class Variants:
         words = self.times.most_common(1)[0][0] if self.times else "what the model does with Python's random numbers, or a counter"
         raise RuntimeFault(
             f"the step has been traced as {MOST} different programs",
-            needed="values in Python that settle",
+            needed="values in Python that stop changing",
             found=f"{words} keeps changing",
             try_="pass it as a tensor in the batch",
         )

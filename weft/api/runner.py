@@ -50,7 +50,7 @@ def require_an_end(found: Mapping[tuple[int, str], Mapping[int, list[str]]], ord
     stuck = [f"rank {r} at {orders[r][k].kind} {orders[r][k].micro}" for r, k in enumerate(at) if k < len(orders[r])]
     if stuck:
         raise PlanError(
-            "the stages would wait for each other for ever", needed="an order in which what is waited for is sent first", found="; ".join(stuck),
+            "the pipeline schedule deadlocks", needed="an order in which every message is sent before it is waited for", found="; ".join(stuck),
             try_="another schedule, such as gpipe",
         )  # fmt: skip
 

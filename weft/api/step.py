@@ -356,7 +356,7 @@ class Step(StepState):
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         if any(t.is_meta for t in own.values()):
             raise RuntimeFault(
-                "the module has no room for values", needed="a module with values", found='one made in `with torch.device("meta")`',
+                "the module is on the meta device, which holds no values", needed="a module with values", found='one made in `with torch.device("meta")`',
                 try_="step.save_pretrained(folder)",
             )  # fmt: skip
         with torch.no_grad():

@@ -39,7 +39,7 @@ class Trainer(transformers.Trainer):
         found = [what for what, is_set in odd.items() if is_set]
         if found:
             raise PlanError(
-                "the Trainer was told to split its work as well",
+                "the Trainer is set to split the work as well",
                 needed="a Trainer that leaves it to the plan",
                 found=", ".join(found),
                 try_=("plan='dp2,micro4' with a larger per_device_train_batch_size, for accumulation", "bf16=True", "plan='dp2,zero3'"),

@@ -130,7 +130,7 @@ def changed(request: Request, text: str) -> Request:
         return replace(request, batch=int(value)) if key == "batch" else replace(request, seq=int(value))
     if key == "memory" and value:
         return replace(request, limits=replace(request.limits, memory=bytes_of(value)))
-    raise PlanError(f"cannot ask what if {text!r}", needed="cluster=SPEC, batch=N, seq=N or memory=70GB", found=text)
+    raise PlanError(f"cannot read --what-if {text!r}", needed="cluster=SPEC, batch=N, seq=N or memory=70GB", found=text)
 
 
 def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[str, Any]:

@@ -54,5 +54,5 @@ def _check(hosts: int, host: int, meet_at: str, timeout: float) -> None:
         raise RuntimeFault(f"there is no host {host}", needed=f"a number of 0 to {hosts - 1}", found=str(host))
     if not 0 < timeout < math.inf:
         raise RuntimeFault(
-            f"no rank can be waited for {timeout:g} seconds", needed="more than 0", found=f"{timeout:g}", try_="--timeout 120"
+            f"a rank cannot be waited for {timeout:g} seconds", needed="more than 0", found=f"{timeout:g}", try_="--timeout 120"
         )

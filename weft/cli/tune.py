@@ -87,7 +87,7 @@ def search(program: Any, limit: int, again: bool) -> dict[str, Any]:
             _, errors = ranks.communicate()
         if ranks.returncode or not out.exists():
             raise RuntimeFault(
-                f"the ranks that were to tune {program.name} failed", needed="ranks that exit with 0", found=errors.strip()[-2000:]
+                f"tuning {program.name} failed on the ranks", needed="exit status 0 of every rank", found=errors.strip()[-2000:]
             )
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 

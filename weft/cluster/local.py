@@ -65,7 +65,7 @@ def _receive(pipe: Any, process: Any, timeout: float) -> Any:
         raise RuntimeFault("a rank gave no answer", needed=f"an answer within {timeout:g} s", found=f"exit code {process.exitcode}")
     answer, error = pipe.recv()
     if error:
-        raise RuntimeFault("a rank failed while it was timed", needed="ranks that exit with 0", found=error)
+        raise RuntimeFault("a rank failed while it was timed", needed="exit status 0 of every rank", found=error)
     return answer
 
 

@@ -107,5 +107,5 @@ def run(tasks: Iterable[Task]) -> Timeline:
                     ready.append(tasks[j].stream)
     if left:
         stuck = [tasks[queue[0]].name for queue in queues.values() if queue]
-        raise PlanError("tasks wait for one another in a circle", needed="an order every stream can follow", found=", ".join(stuck[:6]))
+        raise PlanError("the tasks of the step form a cycle", needed="an order every stream can follow", found=", ".join(stuck[:6]))
     return Timeline(tasks, tuple(start), tuple(end))

@@ -287,7 +287,7 @@ def _vertices(s: Structure, at: Any) -> Ints:
         raise StructureError("unknown choice of vertices", needed='"roots", "all" or vertex numbers', found=repr(at))
     found = np.asarray(at)
     if found.size and found.dtype.kind not in "iu":
-        raise StructureError("these are no vertices", needed='"roots", "all" or vertex numbers', found=f"{found.dtype.name}s: {found.tolist()!r}"[:80])
+        raise StructureError("this names no vertices", needed='"roots", "all" or vertex numbers', found=f"{found.dtype.name}s: {found.tolist()!r}"[:80])
     if found.size and not (0 <= found.min() and found.max() < s.vertices):
         wrong = found[(found < 0) | (found >= s.vertices)].flat[0]
         raise StructureError("a vertex is asked for that is not there", needed=f"numbers between 0 and {s.vertices - 1}", found=str(wrong))

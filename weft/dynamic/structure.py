@@ -137,9 +137,9 @@ def _lengths(lengths: Any) -> Ints:
     try:
         sizes = np.asarray(lengths, np.int64)
     except (ValueError, TypeError) as error:
-        raise StructureError("these are no lengths", needed="integers", found=repr(lengths)) from error
+        raise StructureError("the lengths cannot be read", needed="integers", found=repr(lengths)) from error
     if sizes.ndim != 1 or (sizes < 0).any():
-        raise StructureError("these are no lengths", needed="a list of integers, 0 or more", found=repr(lengths))
+        raise StructureError("the lengths cannot be read", needed="a list of integers, 0 or more", found=repr(lengths))
     return sizes
 
 

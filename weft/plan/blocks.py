@@ -84,10 +84,10 @@ class Stack:
             if not self._is_sharded(axis, n, 0.0):
                 near = max(k for k in range(1, n) if self._is_sharded(axis, k, 0.0))
                 needed = f"{axis} that divides what its blocks compute"
-                raise PlanError(f"{self.name} cannot be sharded so", needed=needed, found=f"{axis} = {n}", try_=f"--{axis} {near}")
+                raise PlanError(f"{self.name} cannot be sharded over {axis}{n}", needed=needed, found=f"{axis} = {n}", try_=f"--{axis} {near}")
         if s.ep > 1 and (not self.experts or self.experts % s.ep):
             needed = f"ep a divisor of experts = {self.experts}" if self.experts else "a model with experts, such as mixtral-8x7b"
-            raise PlanError("experts cannot be spread", needed=needed, found=f"ep = {s.ep} of {self.name}", try_="--ep 1")
+            raise PlanError("the experts do not divide over ep", needed=needed, found=f"ep = {s.ep} of {self.name}", try_="--ep 1")
 
     @cached_property
     def experts(self) -> int:

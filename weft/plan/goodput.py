@@ -48,7 +48,7 @@ def pick(seconds: Mapping[int, float], noise: float) -> int:
 def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = lambda _: None) -> Plan | Infeasible:
     """The plan at the batch of most progress per second. `noise` is in samples."""
     if not 0 < noise < math.inf:
-        raise PlanError("no noise scale", needed="a number of samples above 0, as `step.noise.scale` tells it", found=str(noise), try_="--noise 500")
+        raise PlanError("no noise scale", needed="a number of samples above 0, as `step.noise.scale` gives it", found=str(noise), try_="--noise 500")
     if request.batch:
         raise PlanError("goodput chooses the batch", needed="no --batch", found=f"--batch {request.batch}", try_="--objective time")
     if not is_stack(request.model, request.cluster):

@@ -176,7 +176,7 @@ class Plan:
         lacking = [name for name, x in zip(("model", "loss", "optimizer", "batch"), step, strict=True) if x is None]
         if lacking:
             needed = ", ".join(f"{n}=" for n in lacking)
-            raise PlanError("a plan alone is no step", needed=needed, found="none", try_="plan.parallelize(model, loss, optimizer, batch)")
+            raise PlanError("this plan has no model bound to it", needed=needed, found="none", try_="plan.parallelize(model, loss, optimizer, batch)")
         return run_by_root(*step, plan=self, **settings)
 
     @property
@@ -206,7 +206,7 @@ class Plan:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""
         if ":" in self.model and not self.model.startswith("hf:") and not said:  # of a Hugging Face folder only config.json is read
             raise PlanError(
-                f"the plan names {self.model}, which is not run unasked", needed="your word that the code it names may be run", found="none",
+                f"the plan names {self.model}, which is code that runs only if you allow it", needed="leave to run it", found="none",
                 try_="--run-model, if you know that file and the plan",
             )  # fmt: skip
 

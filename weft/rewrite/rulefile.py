@@ -47,7 +47,7 @@ def parse_rule(line: str, family: str = "") -> Schema:
     try:
         sides = [_side(text) for text in (left, right)]
     except SyntaxError as e:
-        raise RuleError(f"rule {head} does not read", needed="calls of ops on holes", found=f"{body.strip()} ({e.msg})") from e
+        raise RuleError(f"rule {head} cannot be parsed", needed="calls of ops on holes", found=f"{body.strip()} ({e.msg})") from e
     if len(sides[0]) != len(sides[1]):
         raise RuleError(
             f"rule {head} has {len(sides[0])} values left and {len(sides[1])} right", needed="as many on both sides", found=body.strip()

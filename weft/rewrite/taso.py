@@ -77,7 +77,7 @@ def _build(ops: Sequence[ForeignOp], op: int, out: int) -> Any:
     if here.type == "OP_CONCAT":
         return Call(OPS["concat"], args, (("dim", _dim(here)),))
     raise RuleError(
-        f"weft has no word for {here.type} of {len(args)} inputs",
+        f"weft has no op for {here.type} of {len(args)} inputs",
         needed=", ".join(sorted({*_UNARY, *_BINARY, *_PRODUCT, *_PARALLEL, "OP_CONCAT"})),
         found=here.type,
     )

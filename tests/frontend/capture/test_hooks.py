@@ -182,7 +182,7 @@ def test_a_hook_of_several_parameters_is_refused_until_it_is_removed() -> None:
     model = Net().double()
     handle = torch.autograd.graph.register_multi_grad_hook(tuple(model.head.parameters()), lambda grads: None)
     given = model, loss, torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 4, dtype=torch.float64)
-    with pytest.raises(CaptureError, match=r"someone holds the node that accumulates the gradient of head\.(weight|bias)"):
+    with pytest.raises(CaptureError, match=r"another object holds the node that accumulates the gradient of head\.(weight|bias)"):
         parallelize(*given)
     handle.remove()
     del handle

@@ -343,7 +343,7 @@ def require_no_node_hooks(model: nn.Module) -> None:
     held = [o for o in nodes if any(r is not nodes and not isinstance(r, types.FrameType) for r in gc.get_referrers(o))]  # by more than a graph
     if held:
         raise CaptureError(
-            f"someone holds the node that accumulates the gradient of {moving[id(held[0].variable)]}",
+            f"another object holds the node that accumulates the gradient of {moving[id(held[0].variable)]}",
             needed="hooks that torch keeps with the parameter or the module",
             found="torch.autograd.graph.register_multi_grad_hook, or a hook of such a node",
             try_="p.register_post_accumulate_grad_hook(f) or p.register_hook(f); remove() the other, or do it after step(batch)",

@@ -100,7 +100,7 @@ def batch_dims_of(batch: Any) -> tuple[int, dict[str, int]]:
     likely = [size for size, count in firsts.items() if count == max(firsts.values())] if len(once) != 1 or len(firsts) == 1 else list(once)
     if len(likely) != 1:
         raise PlanError(
-            "it cannot be told along which dims the batch has its samples",
+            "the batch dim of the tensors in the batch is ambiguous",
             needed="one length that most of its tensors begin with",
             found=", ".join(f"{n.removeprefix('batch.')} {list(shape)}" for n, shape in shapes.items()) or "no tensor with dims",
             try_="another number of samples, or a plan without pp, micro and accumulate",

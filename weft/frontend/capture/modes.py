@@ -319,7 +319,7 @@ class AtenMode(TorchDispatchMode):
         tensors, found = tensors_in(out), [nodes] if isinstance(nodes, Node) else [n for n in nodes if n is not None]
         for tensor, node in zip(tensors, found, strict=True):
             if node.shape != tuple(tensor.shape):
-                raise CaptureError(f"weft mistook {func}", needed=f"{tuple(tensor.shape)}", found=str(node.type))
+                raise CaptureError(f"weft inferred another type for {func} than torch gives", needed=f"{tuple(tensor.shape)}", found=str(node.type))
             self.recorder.bind(tensor, node if node.dtype == tensor.dtype else to_dtype(node, tensor.dtype))
 
     def _view(self, func: Any, out: Any, args: Any, kwargs: Any, turned: Callable[[Step], Step] | None = None) -> Any:

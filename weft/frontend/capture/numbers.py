@@ -50,7 +50,7 @@ class Value:
         if found is not None:
             return found
         raise CaptureError(
-            "Python needs the number itself, which the program only computes",
+            "Python needs the value of a number that the program computes",
             needed="arithmetic, comparisons, math.sqrt and the like on step counts, settings and .item()",
             found="float(x), int(x), or an op of torch that takes no other",
             try_="compute on the tensor, without .item() or float()",
@@ -214,7 +214,7 @@ class Questions:
         self.open = True
         if len(self.asked) >= MOST or self.ways > MOST:
             raise CaptureError(
-                "an optimizer asks too much of numbers that the program computes",
+                "an optimizer branches too often on numbers that the program computes",
                 needed=f"{MOST} questions or fewer, such as `if step > 5`",
                 found="more, perhaps in a loop",
                 where=user_line(),

@@ -42,7 +42,7 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
     wants = [p.name for p in list(inspect.signature(own_step(type(optimizer).step)).parameters.values())[1:] if p.default is p.empty and p.kind < 2]
     if wants:
         raise CaptureError(
-            f"{name} computes the loss itself, as often as it likes",
+            f"{name} takes a closure and computes the loss itself",
             needed="an optimizer whose step() takes nothing: its update follows from gradients that are there",
             found=f"{name}.step({', '.join(wants)})",
             try_="torch.optim.AdamW(model.parameters())",
@@ -64,7 +64,7 @@ def require_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CaptureError(
-            f"{name} shall be differentiated through", needed="differentiable=False", found="differentiable=True", try_="leave it out"
+            f"{name} has differentiable=True", needed="differentiable=False", found="differentiable=True", try_="leave it out"
         )
     everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     hooks = [*getattr(optimizer, "_optimizer_step_post_hooks", {}).values(), *(h for k in everyones for h in getattr(torchs, k, {}).values())]

@@ -35,7 +35,7 @@ def _fill_diagonal(r: Recorder, x: torch.Tensor, value: Any, wrap: bool = False)
     """Torch writes through strides; the diagonal of all dims is that of pairs, one after another."""
     if wrap and x.ndim == 2 and x.shape[0] > x.shape[1] + 1:
         raise CaptureError(
-            "fill_diagonal_ goes round in a tall matrix", needed="wrap=False", found=f"wrap=True of {tuple(x.shape)}", where=user_line()
+            "fill_diagonal_ with wrap=True is not captured", needed="wrap=False", found=f"wrap=True of {tuple(x.shape)}", where=user_line()
         )
     place = x
     for _ in range(x.ndim - 1):
