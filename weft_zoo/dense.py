@@ -1,4 +1,4 @@
-"""Dense nets: a plain MLP and CANDLE-Uno, which joins encoded cell and drug features with doses."""
+"""Dense nets: a plain MLP; CANDLE-Uno, which joins encoded cell and drug features with doses; late fusion of encoders; a mixture of wide layers."""
 
 from __future__ import annotations
 
@@ -94,6 +94,55 @@ def uno_fields(s: UnoSettings, batch: int) -> dict[str, Field]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class FusionSettings:
+    """`encoders` of `inputs` features each, or of the same features mixed by a gate; all they give is joined by one layer."""
+
+    encoders: int = 12
+    inputs: int = 2048
+    hidden: tuple[int, ...] = (8192,)
+    joint: int = 512
+    classes: int = 16
+
+
+class Fusion(nn.Module):
+    """Late fusion: every kind of features through an encoder of its own, then side by side into one layer."""
+
+    def __init__(self, s: FusionSettings) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList(nn.Sequential(stack(s.inputs, s.hidden), nn.ReLU()) for _ in range(s.encoders))
+        self.joint = nn.Linear(s.encoders * s.hidden[-1], s.joint)
+        self.out = nn.Linear(s.joint, s.classes)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return self.out(F.relu(self.joint(torch.cat(parts, 1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [encoders, batch, inputs]."""
+        return self.join([encoder(x[k]) for k, encoder in enumerate(self.encoders)])
+
+
+class Mixture(Fusion):
+    """Wide layers that share their input, each weighed by a gate: a dense mixture of experts."""
+
+    def __init__(self, s: FusionSettings) -> None:
+        super().__init__(s)
+        self.gate = nn.Linear(s.inputs, s.encoders)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, inputs]."""
+        weights = self.gate(x).softmax(1)
+        return self.join([weights[:, k : k + 1] * encoder(x) for k, encoder in enumerate(self.encoders)])
+
+
+def fusion_fields(s: FusionSettings, batch: int) -> dict[str, Field]:
+    return {"x": reals(s.encoders, batch, s.inputs), "labels": ids(batch, high=s.classes)}
+
+
+def mixture_fields(s: FusionSettings, batch: int) -> dict[str, Field]:
+    return {"x": reals(batch, s.inputs), "labels": ids(batch, high=s.classes)}
+
+
 _small_uno = {"encoder": (16, 16), "head": (16, 16), "cell": 9, "descriptors": 13, "fingerprints": 11}
 
 _small_mlp = {"layers": 3, "hidden": 16, "inputs": 16, "classes": 16}
@@ -102,3 +151,8 @@ register("mlp", MLPSettings(), MLP, classify, mlp_fields, _small_mlp, batch=256)
 # `candle-uno` has the widths of Unity's evaluation, `candle-uno-1000` the defaults of the CANDLE benchmark.
 register("candle-uno", UnoSettings(), Uno, regress, uno_fields, _small_uno, batch=256)
 register("candle-uno-1000", UnoSettings((1000,) * 3, (1000,) * 3), Uno, regress, uno_fields, _small_uno, batch=256)
+
+_small_fusion = {"encoders": 3, "inputs": 6, "hidden": (8,), "joint": 4, "classes": 3}
+
+register("fusion", FusionSettings(), Fusion, classify, fusion_fields, _small_fusion, batch=1024)
+register("mixture", FusionSettings(), Mixture, classify, mixture_fields, _small_fusion, batch=1024)

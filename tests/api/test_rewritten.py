@@ -81,7 +81,12 @@ UNO = Case(
     "candle-uno", {"encoder": (16, 16), "head": (16, 16), "cell": 9, "descriptors": 13, "fingerprints": 11}, "sum_of_concat~ x2", Mesh(dp=2),
     {"batch.cell": {"dp": S(0)}, "batch.growth": {"dp": S(0)}},
 )  # fmt: skip
-CASES = [XDL, DLRM, UNO]
+INSIDE = {"tp": S(1, within=8)}  # of the joint layer's weight, the share of every part that is joined
+FUSION = Case(
+    "fusion", {"encoders": 3, "inputs": 6, "hidden": (8,), "joint": 4, "classes": 3}, "stack_columns", Mesh(dp=2, tp=2),
+    {f"{kind}.joint.weight": INSIDE for kind in ("param", "exp_avg", "exp_avg_sq")} | {"batch.labels": {"dp": S(0)}},
+)  # fmt: skip
+CASES = [XDL, DLRM, UNO, FUSION, replace(FUSION, model="mixture")]
 
 
 def was_rewritten(program: Program, case: Case) -> bool:

@@ -97,6 +97,21 @@ def test_joint_finds_what_sequential_does_not(monkeypatch: pytest.MonkeyPatch) -
     assert ("rules", RULE) in [row[:2] for row in rows(plan)] and plan.layouts["rules"] == [RULE]
 
 
+@pytest.mark.parametrize("model", ["fusion", "mixture"])
+def test_a_weight_sharded_inside_the_parts_it_reads_needs_no_exchange(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide layers side by side into a narrow one: stacked, each part stays sharded, and so do its columns of the weight that joins them."""
+    monkeypatch.setattr("bench._sequential.BUDGET", 1)
+    where = cluster("1x8xH100-PCIe")
+    search = GraphSearch(CapturedTask(model, where, 128 * 8, "fp32", "sgd"), where.device.memory)
+    search.meshes = lambda devices: [Mesh(dp=devices)]  # type: ignore[method-assign]
+    search.depths = lambda: [1]  # type: ignore[method-assign]
+    list(search.free(lambda _: None))
+    both = joint_and_sequential(search)
+    assert both.joint.rules == (RULE,) and RULE not in both.sequential.rules
+    assert both.sequential.seconds > 1.15 * both.joint.seconds
+    assert both.joint.placed.program.input_names["param.joint.weight"].layout.placement("dp") == S(1, within=8192)
+
+
 def test_the_same_moves_lead_the_same_way_at_another_batch() -> None:
     first = as_products(small()[0])
     move = next(move for move, _ in first.neighbours(value_rules(), 40) if str(move) == RULE)

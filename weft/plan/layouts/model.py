@@ -120,7 +120,7 @@ class _Builder:
         self.routes, self.work = ways.routes(prices), Work(program, prices.chained)
         self.lifetimes = Lifetimes(program, joined=1)
         self.roles, self.rates = Roles(program), rates
-        self.forward = self.roles.forward
+        self.forward, self.joined = self.roles.forward, _joined(program)
         self.offered: dict[int, list[Placements]] = {}  # layouts a part could give its value, allowed or not
         self.sites: list[Site] = []
         self.site: dict[Node, int] = {}
@@ -172,7 +172,7 @@ class _Builder:
 
     def _every_strategy(self, node: Node, waits: Sequence[bool]) -> tuple[Strategy, ...]:
         if node in self.program.input_set:
-            return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node))
+            return self.ways.of_input(node, self.pins.get(node.attr("name")), self.centres.get(node), self.joined)
         if node.op.is_item:
             made = dict.fromkeys(w.results[node.attr("index")] for w in self._ways(node.args[0]))
             return tuple(Strategy((), (layout,), node) for layout in made)
@@ -308,6 +308,17 @@ class _Builder:
         if key not in self._tables:
             self._tables[key] = make()
         return self._tables[key]
+
+
+def _joined(program: Program) -> dict[int, int]:
+    """Sizes of dims in which a reshape joins parts that a concat laid side by side, and the size of a part."""
+    found: dict[int, int] = {}
+    for n in program.find_all("reshape"):
+        (x,) = n.args
+        for d in range(min(n.ndim, x.ndim - 1)) if x.op.name == "concat" else ():
+            if x.shape[:d] == n.shape[:d] and x.attr("dim") == d and n.shape[d] == x.shape[d] * x.shape[d + 1]:
+                found[n.shape[d]] = x.shape[d + 1]
+    return found
 
 
 def _equal(a: Sequence[Placements], b: Sequence[Placements]) -> Floats:

@@ -8,7 +8,7 @@ even here, so that every rank does the same; results follow from the op's own ru
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import LayoutError, PlanError, TypeMismatch
@@ -56,9 +56,11 @@ class Strategies:
             self._routes.append(found)
         return found
 
-    def of_input(self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None) -> tuple[Strategy, ...]:
-        """An input may be laid out in any even layout, or in those given."""
-        options = list(pinned or itertools.product(*(self._held(node.type, axis) for axis in self.mesh.axes)))
+    def of_input(
+        self, node: Node, pinned: Sequence[Placements] | None = None, centre: Centre = None, parts: Mapping[int, int] | None = None
+    ) -> tuple[Strategy, ...]:
+        """An input may be laid out in any even layout, or in those given; a dim as long as one joined of equal `parts`, by the share of each part."""
+        options = list(pinned or itertools.product(*(self._held(node.type, axis, parts or {}) for axis in self.mesh.axes)))
         options = [p for p in options if pinned or centre is None or _distance(p, centre[0]) <= 1]
         types = (self._type(node.type, places) for places in options)
         found = tuple(Strategy((), (of(t.layout),), _stand_in(node, (), (t,))) for t in types if t is not None)
@@ -91,9 +93,10 @@ class Strategies:
 
     # -- what one axis may do ---------------------------------------------------------------------------------------------------
 
-    def _held(self, type_: Type, axis: str) -> list[Placement]:
+    def _held(self, type_: Type, axis: str, parts: Mapping[int, int]) -> list[Placement]:
         n = self.mesh.sizes[axis]
-        return [R, *(S(d) for d, size in enumerate(type_.shape) if n > 1 and size % n == 0)]
+        inside = (S(d, parts[size]) for d, size in enumerate(type_.shape) if n > 1 and parts.get(size, 1) % n == 0)
+        return [R, *(S(d) for d, size in enumerate(type_.shape) if n > 1 and size % n == 0), *inside]
 
     def _by_equation(
         self, node: Node, attrs: Attrs, pending: Sequence[bool], inner: Inner, centre: Centre
