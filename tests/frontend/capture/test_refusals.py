@@ -54,7 +54,7 @@ def outside(x):
 
 
 @pytest.mark.parametrize(("f", "line", "advice"), [
-    (branch, "if x.sum() > 0:", "torch.where"), (number, "Python needs the number itself", "without .item() or float()"),
+    (branch, "if x.sum() > 0:", "torch.where"), (number, "Python needs the value of a number", "without .item() or float()"),
     (outside, "x.detach().numpy()", "instead of numpy"),
     (grow, "return x[x > 0]", "mask"), (count, "torch.nonzero(x)", "one_hot and sum"),
 ])  # fmt: skip

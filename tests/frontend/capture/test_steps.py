@@ -140,7 +140,7 @@ def test_an_optimizer_that_needs_a_number_itself():
                 p.data.mul_(float(p.grad.norm().item()))
 
     model = Net()
-    with pytest.raises(CaptureError, match="Python needs the number itself"):
+    with pytest.raises(CaptureError, match="Python needs the value of a number"):
         capture(model, BATCH, mse, Mine(model.parameters(), lr=0.1))
 
 
