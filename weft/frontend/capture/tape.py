@@ -36,6 +36,7 @@ from weft.frontend.capture.numbers import OfModel, asking, of_model
 from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
+from weft.frontend.capture.values import TAG
 
 
 @dataclass
@@ -275,7 +276,7 @@ def _enter(
     tape: Tape, path: str, role: Role, module: nn.Module, table: dict[str, Any], real: Mapping[str, Tensor | None], named: dict[str, Tensor]
 ) -> None:
     for name, tensor in real.items():
-        if tensor is None or isinstance(tensor, FakeTensor) or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):
+        if tensor is None or hasattr(tensor, TAG) or (tensor.is_complex() and not isinstance(tensor, nn.Parameter)):
             # nothing, what an earlier trace left, or a table, which is a constant of the step
             continue
         if tensor.is_complex():
