@@ -76,6 +76,10 @@ def test_work_grows_with_the_parts(make: Any) -> None:
     assert growth(make) < 1.05
 
 
+def test_work_grows_with_the_parts_in_micro_batches() -> None:
+    assert growth(layers, "micro2", clip=1.0) < 1.05
+
+
 def test_work_grows_with_the_parts_on_two_processes(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         torch.manual_seed(0)

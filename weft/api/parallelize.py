@@ -28,6 +28,7 @@ from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
 from weft.api.weights import begin_with
 from weft.core.errors import PlanError
+from weft.core.garbage import seldom_collected
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.micro import batch_dims_of, most_parts
@@ -113,7 +114,8 @@ def parallelize(
         model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
         asked.on_nan == "skip", low, asked.deterministic == ANY_PLAN, named, file, Variants(model, loss, optimizer, example, run),
     )  # fmt: skip
-    step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
+    with seldom_collected():
+        step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
     step.set_safety(asked.on_nan, asked.deterministic)
     if asked.record is not None or asked.progress:
         step.record(asked.record, progress=asked.progress is not False)

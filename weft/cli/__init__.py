@@ -5,7 +5,6 @@ Importing this package must not import torch: command modules import what is hea
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from weft.core.garbage import seldom_collected
 
 COMMANDS = (
     "bench", "calibrate", "check", "diff", "discover", "doctor", "explain", "export", "fits", "fuzz", "plan", "price", "report", "run",
@@ -91,6 +92,6 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """The console entry point. Programs are many small objects that live as long as a command: looking for cycles often takes a fifth of it."""
-    gc.set_threshold(200_000, 10, 10)
-    app(prog_name="weft")
+    """The console entry point."""
+    with seldom_collected():
+        app(prog_name="weft")

@@ -74,13 +74,16 @@ def require_gradients(captured: Captured) -> None:
         )
     kept = {name: n for name, n in captured.program.outputs if name != "loss" and not name.startswith("buffer.")}
     made = remade(kept.values(), {n: input_node(f"d.{name}", n.type) for name, n in captured.gradients.items()})
+    read: dict[Node, str] = {}  # a tensor of the batch that a value is made of
+    for n in toposort(made[n] for n in kept.values()):
+        found = n.attr("name") if n.op.is_input and n.role is Role.BATCH else next((read[a] for a in n.args if a in read), "")
+        read |= {n: found} if found else {}
     for name, n in kept.items():
-        read = [i.attr("name") for i in toposort([made[n]]) if i.op.is_input and i.role is Role.BATCH]
-        if read:
+        if made[n] in read:
             raise PlanError(
                 "a step in micro-batches changes parameters and the optimizer's state once, after the last of them",
                 needed="parameters that are made of their gradients and of what was there before",
-                found=f"{name}, made also of {read[0]}, as where the forward pass writes into it",
+                found=f"{name}, made also of {read[made[n]]}, as where the forward pass writes into it",
                 try_=("a plan without pp, micro and accumulate", "an embedding without max_norm, its rows bounded after step(batch)"),
             )
 
