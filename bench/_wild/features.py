@@ -235,6 +235,13 @@ def feature_eval_inside() -> tuple[Any, ...]:
     return model, cross_entropy, vectors()
 
 
+@CASES.case
+def feature_batch_norm_over_ranks() -> tuple[Any, ...]:
+    """Under data parallelism torch's own has the statistics of the full batch; on one process it is a plain one."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model), cross_entropy, vectors()
+
+
 # -- hooks --------------------------------------------------------------------------------------------------------------------------
 
 

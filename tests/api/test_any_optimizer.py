@@ -196,7 +196,8 @@ def test_settings_that_change_while_training(make: Callable[[Any], Optimizer]) -
     for parallel in (True, False):
         model = net()
         optimizer = make(model.parameters())
-        step = parallelize(model, loss, optimizer, BATCHES[0], "dp1", check=False) if parallel else None
+        step = parallelize(model, loss, optimizer, BATCHES[0], "dp1") if parallel else None
+        assert getattr(optimizer, "seen", 0) == 0, "the comparison with torch leaves the optimizer as it was"
         for i, x in enumerate(BATCHES):
             change(optimizer, i)
             if step is not None:
@@ -206,6 +207,7 @@ def test_settings_that_change_while_training(make: Callable[[Any], Optimizer]) -
             loss(model, x).backward()
             optimizer.step()
         if step is not None:
+            assert step.forms.given <= {"boost"}, "what the optimizer counts itself is no setting"
             step.sync_model()
             step.sync_optimizer()
         found.append(left(model, optimizer))

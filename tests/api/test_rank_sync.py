@@ -53,6 +53,25 @@ def test_all_ranks_train_rank_0s_model(tmp_path, capfd):
     assert "rank 1 began with other values in" in capfd.readouterr().err
 
 
+def test_batch_norms_over_ranks(tmp_path):
+    """Those of torch wait for each other in the forward pass, on GPUs alone; a step has the full batch anyway."""
+
+    def job(rank: int) -> None:
+        model, mirror = nn.SyncBatchNorm.convert_sync_batchnorm(net(0)), net(0)
+        step = parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.05), batches()[0], "dp2")
+        theirs = torch.optim.SGD(mirror.parameters(), lr=0.05)
+        for batch in batches():
+            theirs.zero_grad()
+            want = loss(mirror, batch)
+            want.backward()
+            theirs.step()
+            torch.testing.assert_close(step(batch), want.detach(), atol=1e-11, rtol=1e-11)
+        with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
+            model(batches()[0])  # outside of the step it is torch's own
+
+    on_ranks(2, job, tmp_path)
+
+
 def test_nothing_is_said_of_ranks_alike(tmp_path, capfd):
     def job(rank: int) -> None:
         model = net(0)

@@ -29,7 +29,7 @@ from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.handlers import ATEN
 from weft.frontend.capture.micro import micro_batch
-from weft.frontend.capture.modes import _twin
+from weft.frontend.capture.modes import _twin, norms_of_full_batch
 from weft.frontend.capture.optimizer_settings import COUNT, settings_home
 from weft.frontend.capture.optimizers import counted_before, kept_state, put_state
 from weft.frontend.capture.recorder import Recorder
@@ -151,7 +151,7 @@ def unnoticed(moment: Moment, device: torch.device) -> Iterator[None]:
     before, cudnn = Moment.now(), torch.backends.cudnn
     exactly = cudnn.flags(cudnn.enabled, cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)
     devices = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    with torch.random.fork_rng(**devices), exactly:
+    with torch.random.fork_rng(**devices), exactly, norms_of_full_batch():
         try:
             moment.rerun()
             with contextlib.redirect_stdout(io.StringIO()):
@@ -205,6 +205,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[Pair]:
     """Both as they are; afterwards every tensor, its version too, and every plain attribute is what it was."""
     kept = [] if optimizer is None else [(p, state, dict(state)) for p, state in optimizer.state.items()]
+    settings = [] if optimizer is None else [(home, dict(home)) for home in (vars(optimizer), *optimizer.param_groups)]
     held = [x for _, _, own in kept for x in own.values() if isinstance(x, Tensor)]
     tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers(), *held)]
     with torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _, _ in tensors)):
@@ -223,6 +224,9 @@ def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[P
                     state.clear()
                     state.update(own)
                     optimizer.state[p] = state
+            for home, before in settings:
+                home.clear()
+                home.update(before)
 
 
 # -- the step --------------------------------------------------------------------------------------------------------------------------

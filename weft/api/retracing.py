@@ -172,7 +172,7 @@ class Variants:
         self.answers.forget()
         self.answers.state = lambda name: step.full(name).detach().cpu() if name in step.state_names else self._of_module(name)
         for g, keys in self._keys.items():  # numbers of a group that its own step changes are state
-            keys -= step.captured.updates[f"group.{g}"].nest.keys() if f"group.{g}" in step.captured.updates else set()
+            keys.difference_update(step.captured.updates[f"group.{g}"].nest if f"group.{g}" in step.captured.updates else ())
         self._settings = self._settings_now()
         self.kept.append(Form(step.traced, step.reads, self.given, _own(step)))
         return step

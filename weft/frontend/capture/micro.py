@@ -119,11 +119,11 @@ def most_parts(samples: int, most: int) -> int:
 
 
 def require_parts(samples: int, parts: int) -> None:
-    if samples % parts:
+    fits = most_parts(samples, parts)
+    if fits != parts:
         raise PlanError(
-            f"a batch of {samples} is not {parts} equal micro-batches", needed=f"a multiple of {parts}", found=str(samples),
-            try_=f"micro{most_parts(samples, parts)}",
-        )  # fmt: skip
+            f"a batch of {samples} is not {parts} equal micro-batches", needed=f"a multiple of {parts}", found=str(samples), try_=f"micro{fits}"
+        )
 
 
 def micro_batch(batch: Any, k: int, parts: int) -> Any:

@@ -11,9 +11,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -423,8 +424,19 @@ def _lying(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 @contextmanager
 def listening_to_torch(recorder: Recorder) -> Iterator[None]:
     """Inside, every torch call on traced tensors is heard."""
-    with recorder.fake, AtenMode(recorder), Above(recorder):
+    with recorder.fake, AtenMode(recorder), Above(recorder), norms_of_full_batch():
         yield
 
 
-__all__ = ["Ref", "fake_result", "intercept", "listening_to_torch"]
+@contextmanager
+def norms_of_full_batch() -> Iterator[None]:
+    """Inside, the batch is the full one: a batch norm has no statistics of other ranks to wait for."""
+    own = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = own  # type: ignore[method-assign]
+
+
+__all__ = ["Ref", "fake_result", "intercept", "listening_to_torch", "norms_of_full_batch"]
