@@ -275,7 +275,7 @@ class Range:
             return None
         held, coords = made["_held_as"], made["compiled"].coords
         state = {n: interp.take_local(x, held[n].layout, coords).to(made["compiled"].device) for n, x in captured.constants.items() if n in held}
-        own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "judged": None, "unjudged": None}
+        own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "verified": None, "unjudged": None}
         return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)
 
     def _predicts(self, sizes: Sizes, program: Program) -> bool:

@@ -334,7 +334,7 @@ class Variants:
             form.unjudged = None
         if form.unjudged is not None:  # on the batch if it is a full one, else on values like it
             whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
-            form.attributes["judged"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
+            form.attributes["verified"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
             form.unjudged = None
         self._keep(form, shapes)
         step.become(form.attributes)
