@@ -84,6 +84,10 @@ def test_a_page_fits_a_phone(browser: Any, pages: dict[str, Path], name: str) ->
     assert errors(browser) == []
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.execute_script("return document.getElementById('timeline').clientWidth") > 250
+    if (folder := os.environ.get("WEFT_SCREENSHOTS")) and name == "llama3-8b-plan":
+        for scheme in ("light", "dark"):
+            show(browser, pages[name], scheme, width=390, height=844)
+            browser.save_screenshot(f"{folder}/report-phone-{scheme}.png")
 
 
 @pytest.mark.parametrize("name", NAMES)

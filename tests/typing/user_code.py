@@ -69,3 +69,38 @@ def misuse(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     lang.all_reduse(1)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     schedule.spilt(1)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     weft.trace(3, Mesh(dp=2))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def more_right_use(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Plan:
+    optimizer = torch.optim.Adam(model.parameters())
+    step = weft.parallelize(model, loss, optimizer, batch, plan=Spec.parse("dp2,tp2"), deterministic="any plan", on_nan="skip", record="run")
+    store = step.checkpoints("checkpoints", keep=3)
+    store.restore()
+    full: torch.Tensor = step.full("param.weight")
+    by_name: dict[str, torch.Tensor] = step.state_dict()
+    step.load_state_dict(by_name)
+    held_out: torch.Tensor = step.eval(batch)
+    trained: torch.nn.Module = step.sync_model()
+    print(full, held_out, trained, step.steps)
+    plan = weft.plan("llama3-8b", batch=512, cluster="2x8xH100", fixed="tp4,zero1", pins=["layers.*.mlp.w1=tp:S(1)"], memory="70GB")
+    text: str = plan.export("torchtitan")
+    print(text, plan.predicted["step_ms"])
+    return plan
+
+
+def more_misuse(model: torch.nn.Module, batch: dict[str, torch.Tensor], plan: Plan) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    step = weft.parallelize(model, loss, optimizer, batch)
+    weft.parallelize(model, loss, optimizer, batch, deterministic="any plans")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.parallelize(model, loss, optimizer, batch, precision=16)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.parallelize(model, loss, optimizer, batch, clip="1.0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.parallelize(model, optimizer, loss, batch)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    step.chekpoints("folder")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    step.checkpoints(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    step.full(0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    plan.exprt("torchtitan")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    plan.save()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Spec.parse(2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    S("0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    weft.fits("llama3-8b", "H100", gpu_count=8)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    lang.f32(8.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
