@@ -28,7 +28,7 @@ def boundary(
     tp: int = typer.Option(2, help="Ranks on each host."),
     rounds: int = typer.Option(5, help="Repetitions; the median counts."),
 ) -> None:
-    """reduce_scatter | sliced send | all_gather against all_reduce + send over a slow link."""
+    """reduce_scatter | send of a shard | all_gather against all_reduce + send over a slow link."""
     from weft.cli.output import console, emit
     from weft.core.errors import RuntimeFault
 

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
         rounds: Annotated[int, typer.Option(help="timed steps of each plan")] = 7,
         profile: Annotated[str, typer.Option(help="a calibrated profile; measured first if not given")] = "",
     ) -> None:
-        """Foresee one training step under several plans, time it, and compare errors and the order of five."""
+        """Predict one training step under several plans, time it, and compare errors and the order of five."""
         from bench._ranks import machine
         from bench.foresight import summary
         from weft.cli.output import console, emit

@@ -36,7 +36,7 @@ def experts(
     plans: str = typer.Option("", help="With semicolons between; as many ranks as there are by default, overlapped and not."),
     ranks: int = _gpu.RANKS, device: str = _gpu.DEVICE, json: bool = _gpu.JSON,
 ) -> None:  # fmt: skip
-    """An expert layer over ranks: weft's expert parallelism against torch's grouped products and all_to_all."""
+    """An expert layer over ranks: weft's expert parallelism against torch's grouped matmuls and all_to_all."""
     wanted = plans.split(";") if plans else [f"ep{ranks}", f"ep{ranks},async-ep"]
     _gpu.report("gpu-experts", _gpu.run_stages("bench.gpu_experts", STAGES, "symmetric", ranks, device, plans=wanted), json)
 

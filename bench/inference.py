@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
         sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "small,medium,large",
         rounds: Annotated[int, typer.Option(help="timed calls of each way")] = 15,
     ) -> None:
-        """Time the forward pass of a Llama of one block, each way once per round, after asserting equal results."""
+        """Time the forward pass of a Llama of one block, each implementation once per round, after asserting equal results."""
         from bench._ranks import machine, run_ranks
         from weft.cli.output import console, emit
 

@@ -51,7 +51,7 @@ def intervals(
     out: str = typer.Option("", "--out", help="Write the figures to this file, such as weft/cluster/residuals.json."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Compute the spread of every kind of prediction, and its coverage with whole systems left out."""
+    """Compute the spread of every kind of prediction, and its coverage with entire systems left out."""
     from weft.cli.output import console, emit
 
     found = list(_own())

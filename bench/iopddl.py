@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         threads: int = typer.Option(2, min=1, help="threads to search with"),
         json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
     ) -> None:
-        """Solve auto-sharding problems with memory limits: cost, bound, and whether a check of the whole problem passed."""
+        """Solve auto-sharding problems with memory limits: cost, bound, and whether a check of the full problem passed."""
         from bench._ranks import machine
         from weft.cli.output import console, emit
 

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         run: Annotated[int, typer.Option(help="train a small BERT on so many processes instead, Adam")] = 0,
         budget: Annotated[float, typer.Option(help="MB that a process may hold, with --run")] = 40.0,
     ) -> None:
-        """Foresee the largest micro-batch of BERT with replicated and with sliced optimizer state."""
+        """Predict the largest micro-batch of BERT with replicated and with sharded optimizer state."""
         from weft.cli.output import console, emit
 
         if run:

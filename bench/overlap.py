@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def overlap(
     json: bool = typer.Option(False, "--json", help="Print one JSON object as the last line."),
     rounds: int = typer.Option(5, help="Repetitions; the median counts."),
-    size: int = typer.Option(SIZE, help="Rows, columns and depth of the product."),
+    size: int = typer.Option(SIZE, help="Rows, columns and depth of the matmul."),
     rates: str = typer.Option("loopback,500mbit,1gbit", help="Links, joined by commas."),
 ) -> None:
     """GEMM + all_reduce over loopback and over links of 0.5 and 1 Gbit/s."""

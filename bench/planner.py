@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
         cluster: str = typer.Option(SUMMIT, "--cluster", help="The cluster."),
         json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
     ) -> None:
-        """Unity's seven models, with the gains its paper tells of."""
+        """Unity's seven models, with the gains its paper reports."""
         _finish("unity", [of_unity(m, cluster) for m in model], json)
 
     @app.command()

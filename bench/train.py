@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
         ] = "dp{n};dp{n},zero1;dp{n},zero3;tp{n}",
         link: Annotated[str, typer.Option(help="two hosts with a link of this rate between them, say 1gbit; needs root")] = "",
     ) -> None:
-        """Time one training step of a GPT, each way once per round, after asserting equal losses."""
+        """Time one training step of a GPT, each implementation once per round, after asserting equal losses."""
         from bench._ranks import machine
         from weft.cli.output import console, emit
 

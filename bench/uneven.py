@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         rounds: Annotated[int, typer.Option(help="timed steps of each deal")] = 9,
         plans: Annotated[str, typer.Option(help="what is said of sharding, joined to dp2")] = "",
     ) -> None:
-        """Time a training step on two processes of unequal speed, the batch dealt by speed and evenly."""
+        """Time a training step on two processes of unequal speed, the batch split by speed and evenly."""
         from bench._ranks import machine, run_ranks
         from weft.cli.output import console, emit
 

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         plans: Annotated[str, typer.Option(help="which, joined by commas or semicolons")] = ";".join(PLANS),
         only: Annotated[str, typer.Option(help="a regular expression that names of cases match")] = "",
         jobs: Annotated[int, typer.Option(min=1, help="cases at a time")] = max(1, (os.cpu_count() or 2) // 2),
-        resume: Annotated[Path | None, typer.Option(help="a file that rows are added to; those in it are not run again")] = None,
+        resume: Annotated[Path | None, typer.Option(help="a file that rows are added to; those in it are not repeated")] = None,
         timeout: Annotated[float, typer.Option(min=1, help="seconds for one case under one plan")] = 180.0,
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
     ) -> None:
