@@ -125,6 +125,13 @@ def test_collectives_take_units_from_what_runs_beside_them() -> None:
     assert none < some < apart
 
 
+def test_a_layer_sums_only_what_it_computes() -> None:
+    """The sum of a vocabulary's slices comes once, with the first part, and not with every layer."""
+    llama = replace(GPT, gated=True, rotary=True, bias=False, tied=False)
+    work = workload(llama, Setting.counted(4, 4, tp=2))
+    assert [sum(isinstance(op, Collective) and op.kind == "all_reduce" for op in b.forward) for b in (work.first, work.layer)] == [1, 2]
+
+
 def test_one_sample_is_priced_as_it_is_captured() -> None:
     """Its slices lie in one piece, those of two samples do not."""
     one, two = (workload(GPT, Setting.counted(n, n, tp=4, sequence_parallel=True)).layer.forward for n in (1, 2))

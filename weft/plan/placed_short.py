@@ -11,9 +11,10 @@ from weft.core.layout import R, S
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.grouping import CLASSIC, Kernels, held
+from weft.cost.grouping import CLASSIC, EAGER, Kernels, held
 from weft.cost.work import Collective, Gemm, Op, scores_kept
-from weft.ops.comm import is_comm
+from weft.ops.comm import all_gather, all_reduce, is_comm, reduce_scatter
+from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind
 from weft.plan.layers import ATTENTION, FFN, WHOLE
 from weft.plan.named import input_layouts
@@ -48,16 +49,17 @@ class PlacedShort:
 
     @cached_property
     def part(self) -> dict[Node, int]:
-        """Of every node: as the one it was made of, or as what reads it."""
+        """Of every node: as the one it was made of; one that is not, as what it sums, or as what reads it."""
         _, made = self._made
-        found: dict[Node, int] = {}
+        found, added = dict[Node, int](), list[Node]()
         for old, new in made.items():
             if old in self.short.part:
                 found.setdefault(new, self.short.part[old])
         for n in reversed(self.program.nodes):
             if n not in found:
                 found[n] = max((found[u] for u in self.program.users[n] if u in found), default=self.short.last)
-        return found
+                added.append(n)
+        return found | {n: found[n.args[0]] for n in reversed(added) if n.op in (all_reduce, reduce_scatter)}
 
     @cached_property
     def ahead(self) -> set[Node]:
@@ -124,7 +126,7 @@ class PlacedShort:
     @cached_property
     def saved(self) -> dict[Node, int]:
         """Forward values that wait for the backward pass, with their bytes. One that a chain of the backward pass can make again from
-        others that wait does not."""
+        others that wait does not, but torch by itself makes none again; Megatron of 2021 keeps masks, and the slices of what it gathers."""
         waits: dict[Node, bool] = {}
         for n in self.program.nodes:
             if n not in self.ahead and n.op.kind is not Kind.SOURCE:
@@ -142,8 +144,10 @@ class PlacedShort:
             if source in self.ahead and source not in self.idle and held(source) < held(n) and not waits[n]:
                 free.add(n)
                 waits.setdefault(source, False)
-        kept = {n: held(n) for n in waits if n not in free}
+        kept = {n: held(n) for n in waits if n not in free or self.setting.kernels == EAGER}
         if self.setting.kernels == CLASSIC:
+            kept = {n: held(n.args[0]) if n.op is all_gather else size for n, size in kept.items()}
+            kept |= {n: kept.get(n, 0) + math.prod(n.type.layout.largest_local) for n in self.ahead if n.op is dropout_op}  # a byte for each element
             kept |= {n: kept.get(n, 0) + int(scores_kept(n)) for n in self.program.nodes if n.op.attends == 0}
         return kept
 
