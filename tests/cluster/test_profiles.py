@@ -18,6 +18,15 @@ def test_the_promised_profiles_are_there() -> None:
     assert set(names()) >= WANTED
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA H100 80GB HBM3", "H100"), ("h100_sxm", "H100"), ("NVIDIA GeForce RTX 4090", "RTX4090"),
+     ("rtx_3090", "RTX3090"), ("AMD Instinct MI300X", "MI300X"), ("gb200-nvl72", "GB200")],
+)  # fmt: skip
+def test_a_device_has_many_spellings(said: str, name: str) -> None:
+    assert load(said).name == name
+
+
 @pytest.mark.parametrize("name", names())
 def test_origins(name: str) -> None:
     constants = list(load(name).constants())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -107,19 +108,17 @@ class Profile:
 @cache
 def load(name: str) -> Profile:
     """The profile of a name or alias, or of a `.json` file."""
-    path = Path(name) if name.endswith(".json") else _index().get(name.lower())
+    path = Path(name) if name.endswith(".json") else _index().get(_spelled(name))
     if path is None:
         cased = {n.lower(): n for n in names()}
         near = [cased[n] for n in get_close_matches(name.lower(), cased, n=3, cutoff=0.4)]
-        raise UnknownName(
-            f"no device named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json"
-        )
+        raise UnknownName(f"no device named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json")
     return parse(_read(path), str(path))
 
 
 def is_node(name: str) -> bool:
     """Whether a name is that of an entire node, as instances of a cloud are, and not of one device."""
-    path = _index().get(name.lower())
+    path = _index().get(_spelled(name))
     return path is not None and name.lower() in (n.lower() for n in _read(path).get("instances", ()))
 
 
@@ -132,8 +131,13 @@ def _index() -> Mapping[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(FOLDER.glob("*.json")):
         for alias in (path.stem, *_read(path).get("aliases", ())):
-            found[alias.lower()] = path
+            found[_spelled(alias)] = path
     return found
+
+
+def _spelled(name: str) -> str:
+    """A name as all its spellings are: NVIDIA H100-SXM, h100_sxm."""
+    return re.sub(r"[-_ ]|nvidia|geforce|tesla|amd|instinct", "", name.lower())
 
 
 @cache
