@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -434,23 +435,28 @@ def test_parameters_count_their_own_updates_after_a_restart_too(saved: int, tmp_
 
 
 SCRIPT = """
-import sys, time, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-from tests.api.test_checkpoint import make
-step, w = make("dp2,zero1")
-store = step.checkpoints({folder!r})
-store.restore()
-while step.steps < 12:
-    loss = step(w.example(8, seed=step.steps)).item()
-    if step.steps % 2 == 0:
-        store.save()
-    if dist.get_rank() == 0:
-        print("step", step.steps, repr(loss), flush=True)
-    time.sleep(0.05)
+from tests.api.test_checkpoint import train_on
+train_on({folder!r}, lambda step, loss: print("step", step, flush=True))
 dist.destroy_process_group()
 """
+
+
+def train_on(folder: str, tell: Callable[[int, float], object]) -> None:
+    """From where the last run was to step 12, which rank 0 tells of."""
+    step, w = make("dp2,zero1")
+    store = step.checkpoints(folder)
+    store.restore()
+    while step.steps < 12:
+        loss = step(w.example(8, seed=step.steps)).item()
+        if step.steps % 2 == 0:
+            store.save()
+        if dist.get_rank() == 0:
+            tell(step.steps, loss)
+        time.sleep(0.05)
 
 
 @pytest.mark.timeout(240)
@@ -458,16 +464,22 @@ def test_a_run_that_lost_a_rank_goes_on_where_it_was_and_ends_with_the_same_loss
     whole, w = make("dp1")
     want = [whole(w.example(8, seed=s)).item() for s in range(12)][-1]
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tmp_path / "store")))
-    lost = launch(script, kill_after=5)
-    resumed = launch(script)
-    assert lost[0] == 1 and 1 < resumed[0] <= 6  # at most two steps are done again
-    assert resumed[-1] == 12
-    assert float(Path(tmp_path / "last").read_text()) == pytest.approx(want, rel=1e-7)
+    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tmp_path / "saved")))
+    lost, told = launch(script, kill_after=5), tmp_path / "told"
+
+    def tell(step: int, loss: float) -> None:
+        with told.open("a") as file:
+            file.write(f"{step} {loss!r}\n")
+
+    on_ranks(2, lambda rank: train_on(str(tmp_path / "saved"), tell), tmp_path)
+    resumed = [line.split() for line in told.read_text().splitlines()]
+    assert lost[0] == 1 and 1 < int(resumed[0][0]) <= 6  # at most two steps are done again
+    assert int(resumed[-1][0]) == 12
+    assert float(resumed[-1][1]) == pytest.approx(want, rel=1e-7)
 
 
-def launch(script: Path, kill_after: int | None = None) -> list[int]:
-    """The steps one launch reports; one rank is killed after some of them."""
+def launch(script: Path, kill_after: int) -> list[int]:
+    """The steps that a launch of torchrun reports; one rank is killed after some of them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, start_new_session=True)
@@ -477,10 +489,8 @@ def launch(script: Path, kill_after: int | None = None) -> list[int]:
         for line in run.stdout:
             if line.startswith("step"):
                 seen.append(int(line.split()[1]))
-                (script.parent / "last").write_text(line.split()[2])
-            if kill_after is not None and len(seen) == kill_after:
-                os.kill(random.Random(5).choice(workers(run.pid)), signal.SIGKILL)
-                kill_after = None
+                if len(seen) == kill_after:
+                    os.kill(random.Random(5).choice(workers(run.pid)), signal.SIGKILL)
         run.wait(90)
     finally:
         if run.poll() is None:

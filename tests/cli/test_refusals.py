@@ -148,9 +148,10 @@ def test_a_run_that_is_stopped_says_so_in_one_line(number: int, status: int, tmp
 
 
 @pytest.mark.parametrize(("how", "status", "words"), [(("exit", "3"), 3, "rank 1 ended with status 3"), (("words",), 1, "words of my own")])
-def test_a_ranks_own_status_is_passed_on(how: tuple[str, ...], status: int, words: str, tmp_path: Path) -> None:
+def test_a_ranks_own_status_is_passed_on(how: tuple[str, ...], status: int, words: str, tmp_path: Path, commands: Path) -> None:
     (tmp_path / "script.py").write_text(SLEEPS)
-    run = weft("run", "-n", "2", str(tmp_path / "script.py"), *how, stdout=subprocess.PIPE)
-    _, said = run.communicate(timeout=90)
+    command = [str(commands / "weft"), "run", "-n", "2", str(tmp_path / "script.py"), *how]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    said = run.stderr
     assert run.returncode == status, said
     assert words in said and "Traceback" not in said
