@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +55,10 @@ def launch(script: Sequence[str], ranks: Ranks) -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     board, segment, key = open_for_launch(ranks.world)
-    with _environment(WEFT_BOARD=key), _quiet(), Watch(board, ranks) as watch:
+    logs = tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True)  # else torch's agent leaves a folder for each run
+    with _environment(WEFT_BOARD=key), _quiet(), logs, Watch(board, ranks) as watch:
         try:
-            elastic_launch(_config(ranks), sys.executable)("-u", "-m", "weft.runtime.worker", *script)
+            elastic_launch(_config(ranks, logs.name), sys.executable)("-u", "-m", "weft.runtime.worker", *script)
         except ChildFailedError as failed:
             raise _what_happened(failed.failures, board, watch, ranks) from None
         except SignalException as stopped:
@@ -67,7 +69,7 @@ def launch(script: Sequence[str], ranks: Ranks) -> None:
             segment.seal()
 
 
-def _config(ranks: Ranks) -> Any:
+def _config(ranks: Ranks, logs: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -76,7 +78,7 @@ def _config(ranks: Ranks) -> Any:
     several = {"rdzv_backend": "static", "rdzv_endpoint": ranks.meet_at, "rdzv_configs": {"rank": ranks.host}, "run_id": "weft"}
     wanted = {
         "min_nodes": ranks.hosts, "max_nodes": ranks.hosts, "nproc_per_node": ranks.per_host, "max_restarts": 0,
-        "monitor_interval": 0.1, "logs_specs": DefaultLogsSpecs(), "shutdown_timeout": 10, **(alone if ranks.hosts == 1 else several),
+        "monitor_interval": 0.1, "logs_specs": DefaultLogsSpecs(logs), "shutdown_timeout": 10, **(alone if ranks.hosts == 1 else several),
     }  # fmt: skip
     return LaunchConfig(**{k: v for k, v in wanted.items() if k in known})
 
