@@ -115,7 +115,7 @@ def _elsewhere(board: Board, ranks: Ranks) -> RuntimeFault:
     at = [op for op in map(board.last_op, ranks.here) if op and op != "start"]
     return RuntimeFault(
         f"a rank of another host was lost{f' at {at[0]}' if at else ''}",
-        needed=f"{ranks.world} exit status 0 of every rank",
+        needed=f"exit status 0 of all {ranks.world} ranks",
         found=f"host {ranks.host} reported no error: {_named(ranks.here)} only lost the connection",
         try_="see what `weft run` says on the other hosts",
     )
