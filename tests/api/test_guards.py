@@ -648,6 +648,40 @@ def test_a_constant_that_the_first_call_keeps_is_what_it_is_in_torch(how: str) -
     assert not any(isinstance(x, FakeTensor) for x in [*model.tables.values(), Positions.memo(model, 5)])
 
 
+class Resized(nn.Module):
+    """Relative positions in a buffer, which begins as a placeholder and is made for the size that comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        return self.linear(x * self.positions[:, None]).mean(1)
+
+
+def test_a_buffer_that_the_first_call_makes_in_its_final_size_is_traced_once() -> None:
+    model = Resized().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # such as that the step is traced at every call
+        step = same(model, mean, lengths(5, 5, 5))
+    assert programs(step) == 1 and torch.equal(model.positions, torch.linspace(0, 1, 5, dtype=torch.float64))
+
+
+def test_a_buffer_that_the_first_call_resizes_is_no_state_of_micro_batches() -> None:
+    same(nn.Sequential(Resized(), nn.Linear(4, 4)).double(), mean, [x.repeat(2, 1, 1)[:4] for x in lengths(5, 5)], plan="micro2")
+
+
+def test_a_buffer_that_a_later_batch_would_make_in_another_size_is_refused() -> None:
+    model = Resized().double()
+    step = parallelize(model, mean, torch.optim.SGD(model.parameters(), lr=0.1), lengths(5)[0])
+    with pytest.raises(RuntimeFault, match=r"another buffer for this batch: positions[\s\S]*\[5\] float64[\s\S]*\[7\] float64"):
+        step(lengths(5, 7)[1])
+    assert model.positions.shape == (5,) and torch.isfinite(step(lengths(5)[0]))
+
+
 class Masked(nn.Module):
     """A causal mask made by the first call, in every layer."""
 

@@ -250,10 +250,11 @@ class Sides:
     def _untouched(self, want: Mapping[str, Tensor | None], given: Values) -> dict[str, Deviation]:
         """What the program leaves as it is, torch must too; and torch may have no gradient that it lacks."""
         names = eager.names_of(self.captured, self.case.model)
+        resized = self.captured.reads.resized(self.case.model) if self.captured.reads is not None else {}
         tensors = (*self.case.model.parameters(), *self.case.model.buffers())
         written = self.captured.program.output_names
         same = {n: scaled(given.get(n, x.detach()).to(self.device), w, self.allowed.tolerance) for n, x in zip(names, tensors, strict=True)
-                if n not in written and (w := want[n]) is not None}  # fmt: skip
+                if n not in written and (w := want[n]) is not None and original(n.removeprefix("buffer.")) not in resized}  # fmt: skip
         known = {f"d.{n}" for n in self.captured.gradients} or {n.replace("out.grads.", "d.") for n in written if n.startswith("out.grads.")}
         grads = {n: g for n, g in want.items() if n.startswith(("d.", "out.grads."))}
         lost = {n: Deviation(math.inf, math.inf) for n, g in grads.items() if known and n.replace("out.grads.", "d.") not in known and _moves(g)}

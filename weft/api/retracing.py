@@ -27,7 +27,7 @@ from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.names import original
-from weft.core.node import Node, constant, make, user_level
+from weft.core.node import Node, constant, make, remade, user_level
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
@@ -149,10 +149,17 @@ class Variants:
                 raise _keeps(before.keeps_tensors[0], error) from error
             raise
         more = [c for c in after.left if not holds_traced(c.now)]
-        settled = _same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
+        settled = self._same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
         after.undo()
         before.forget_tensors() if settled else before.undo()
         return before.left[0].words if before.left else "random numbers drawn in Python", settled
+
+    def _same(self, a: Captured, b: Captured) -> bool:
+        """Whether two traces mean one program, the second perhaps with buffers that hold constants the first has made."""
+        own = {n: self.own[original(name)] for name, n in b.program.input_names.items() if original(name) in self.own}
+        held = {n: made for n, tensor in own.items() if (made := self.constants.node(tensor)) is not None}
+        outputs = remade((n for _, n in b.program.outputs), held) if held else {}
+        return a.program.outputs == tuple((name, outputs.get(n, n)) for name, n in b.program.outputs)
 
     def _steady(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers that a step leaves as they are."""
@@ -314,6 +321,7 @@ class Variants:
                 found[:] = [None]
                 return True
             _require_same_state(step, captured)
+            self._require_same_buffers(reads)
             form = self._known(captured, example)
             if form is not None:
                 _take_constants(form, captured)
@@ -326,6 +334,16 @@ class Variants:
         if found:
             return found[0]
         return Form(made.traced, reads, self.given, _own(made), made.unjudged)
+
+    def _require_same_buffers(self, reads: Reads) -> None:
+        """Refuse a batch for which the model makes a buffer of another type than the step has."""
+        for name, moved in reads.resized(self.model).items():
+            raise RuntimeFault(
+                f"the model makes another buffer for this batch: {name}",
+                needed=f"the type the step has: {_described(moved.before)}",
+                found=_described(moved.now),
+                try_="keep it in an attribute that is no buffer, or give batches of one size",
+            )
 
     def _use(self, step: Step, reads: Reads, form: Form, batch: Any, shapes: dict[str, Shape]) -> None:
         form.reads = reads
@@ -524,6 +542,10 @@ class Variants:
             )
 
 
+def _described(x: Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
 def _describe_shapes(shapes: Mapping[str, Shape], step: Step) -> str:
     return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
 
@@ -540,10 +562,6 @@ def _take_constants(form: Form, captured: Captured) -> None:
 
 def _captured(made: Any) -> Captured:
     return made if isinstance(made, Captured) else made.captured  # type: ignore[no-any-return]
-
-
-def _same(a: Captured, b: Captured) -> bool:
-    return a.program.outputs == b.program.outputs
 
 
 def _own(step: Step) -> dict[str, Any]:

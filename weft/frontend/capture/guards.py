@@ -399,6 +399,11 @@ class Reads:
             if change.place is not None:
                 change.place.put(change.now)
 
+    def resized(self, model: nn.Module) -> dict[str, Change]:
+        """Buffers that the trace left as tensors of another shape or dtype, by name."""
+        left = {c.words: c for c in self.left if isinstance(c.before, Tensor)}
+        return {n: left[f"model.{n}"] for n, _ in model.named_buffers() if f"model.{n}" in left}
+
     @property
     def keeps_tensors(self) -> list[Change]:
         """Changes that would carry a tensor of one step into the next."""

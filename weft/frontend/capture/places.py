@@ -139,10 +139,15 @@ def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list
 
 
 def new_buffers(module: nn.Module, before: dict[str, Any], words: str) -> list[Change]:
-    """Buffers that came while it ran, or of which there was only the name."""
+    """Buffers that came while it ran, of which there was only the name, or that became tensors of another shape or dtype."""
     table = module._buffers
-    came = [n for n, x in table.items() if isinstance(x, Tensor) and before.get(n) is None]
+    came = [n for n, x in table.items() if isinstance(x, Tensor) and not same_type(x, before.get(n))]
     return [Change(f"{words}.{n}", was, table[n], Place(table, n, was, f"{words}.{n}")) for n in came for was in [before.get(n, MISSING)]]
+
+
+def same_type(now: Tensor, before: Any) -> bool:
+    """Whether both are tensors of one shape and dtype."""
+    return isinstance(before, Tensor) and now.shape == before.shape and now.dtype == before.dtype
 
 
 def _replaced(own: dict[str, Any], before: dict[str, Any], words: str) -> list[Change]:
@@ -170,7 +175,7 @@ class Attributes:
 def same_kind(place: Place) -> bool:
     """Whether there still is a tensor of the same kind; its values may be others."""
     now = place.now()
-    return now is place.value or (isinstance(now, Tensor) and now.shape == place.value.shape and now.dtype == place.value.dtype)
+    return now is place.value or (isinstance(now, Tensor) and same_type(now, place.value))
 
 
 def slots(kind: type) -> list[str]:

@@ -33,7 +33,7 @@ from weft.frontend.capture.isomorphic import candidates
 from weft.frontend.capture.joint import custom_gradients, mirror_hooks
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import OfModel, asking, of_model
-from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers
+from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers, same_type
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
@@ -66,13 +66,13 @@ class Tape:
         return self.recorder.fresh_input(name, torch.empty((), dtype=lifted[name][1]), Role.BATCH) if name in lifted else value
 
     def written(self) -> dict[str, Node]:
-        """Parameters and buffers that the trace wrote into, or put another tensor in place of."""
+        """Parameters and buffers that the trace wrote into, or put another tensor of their type in place of."""
         found = {}
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             owner, key = self.homes[name]
             now = owner._buffers.get(key, tensor) if name in self.buffers else tensor
             if now is not tensor and isinstance(now, Tensor):
-                found[name] = self.recorder.node(now)
+                found |= {name: self.recorder.node(now)} if same_type(now, tensor) else {}
             elif self.recorder.ref(tensor).cell.version:
                 found[name] = self.recorder.ref(tensor).read()
         return found
