@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,122 @@ def test_another_batch_is_refused_with_its_name() -> None:
     with pytest.raises(RuntimeFault, match="parallelized for another batch: x") as e:
         model(torch.randn(7, 6))
     assert "[8, 6]" in str(e.value) and "[7, 6]" in str(e.value)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).double()
+
+
+def seen_and_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of a call in training and one in evaluation mode, between which a step is made, and of the state after both."""
+    out = whole(model(x))
+    out.square().mean().backward()
+    grads = [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.eval()
+    with torch.no_grad():
+        after = whole(model(x))
+    return [out.detach(), *grads, after, *(whole(t).detach() for t in model.state_dict().values())]
+
+
+def scaled(model: nn.Sequential) -> None:
+    """Hooks of the model itself are torch's to call, once; those of its parts are a part of the passes."""
+    model.register_forward_hook(lambda _m, _a, out: out * 2)
+    model.register_forward_pre_hook(lambda _m, given: (given[0] + 1,))
+    model[0].register_forward_hook(lambda _m, _a, out: out * 3)
+
+
+class Carried(nn.Module):
+    """Reads a buffer that it writes afterwards, and a table whose rows are scaled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.table = nn.LSTMCell(12, 6), nn.Embedding(5, 6, max_norm=1.0)
+        self.register_buffer("h", torch.ones(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.h.clone()
+        h, _ = self.cell(x.flatten(1), (before, before))
+        self.h.copy_(h.detach())
+        return h * self.table((x[:, 0, 0] > 0).long())
+
+
+def frozen_norm(model: nn.Sequential) -> None:
+    model[1].eval()
+    model[1].running_mean += 0.3
+
+
+@pytest.mark.parametrize(
+    ("make", "change"), [(normed, frozen_norm), (normed, scaled), (lambda: Carried().double(), lambda _: None)], ids=["modes", "hooks", "buffers"]
+)
+def test_modes_hooks_and_what_a_pass_writes_are_the_models(make: Any, change: Any, tmp_path: Path) -> None:
+    x = torch.randn(8, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def made() -> nn.Module:
+        model = make()
+        change(model)
+        return model
+
+    expected, modes = seen_and_gradients(made(), x), [m.training for m in made().modules()]
+
+    def job(rank: int) -> None:
+        for plan in ("dp2,zero3", "tp2"):
+            model = shard(made(), x, plan)
+            assert [m.training for m in model.modules()] == modes
+            torch.testing.assert_close(seen_and_gradients(model, x), expected, rtol=1e-9, atol=1e-9, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_graph_that_is_retained_is_walked_again_and_one_that_is_not_is_refused_as_by_torch() -> None:
+    x, grads = torch.randn(8, 6), []
+    for wrap in (lambda m: m, lambda m: shard(m, x, "dp1")):
+        model = wrap(Odd())
+        out = whole(model(x)["hidden"])
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+        grads.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            out.sum().backward()
+        out = whole(model(x)["hidden"])
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.square().sum().backward()
+    torch.testing.assert_close(*grads)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout()
+
+    def forward(self, *given: Tensor, scale: float = 1.0) -> Tensor:
+        return self.second(self.drop(self.first(sum(given)))) * scale
+
+
+CHANGES = {
+    "model.drop.training: True when traced, False now": lambda m, x: m.drop.eval() and m(x),
+    "model.first.weight.requires_grad: False when traced, True now": lambda m, x: m.first.requires_grad_(True) and m(x),
+    "model.first._forward_hooks: '0 of them' when traced, '1' now": lambda m, x: m.first.register_forward_hook(print) and m(x),
+    "given.1 of the call: None when traced, 'a tensor' now": lambda m, x: m(x, x),
+    "scale of the call: None when traced, 3.0 now": lambda m, x: m(x, scale=3.0),
+    "given.0 with requires_grad=True": lambda m, x: m(x.clone().requires_grad_()),
+    "model.eval()": lambda m, x: whole(m.eval()(x)).sum().backward(),
+    "copy.deepcopy or torch.save of Scaling": lambda m, x: copy.deepcopy(m),
+}
+
+
+@pytest.mark.parametrize("found", CHANGES)
+def test_what_its_passes_do_not_have_is_refused(found: str) -> None:
+    model, x = Scaling(), torch.randn(8, 6)
+    model.first.requires_grad_(False)
+    model = shard(model, x, "dp1")
+    model(x, scale=1.0)
+    with pytest.raises(RuntimeFault) as e:
+        CHANGES[found](model, x)
+    assert found in str(e.value)
 
 
 @pytest.mark.parametrize("plan", ["micro2", "pp2", "dp2"])

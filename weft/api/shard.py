@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,13 +35,15 @@ from weft.core.dtensor import to_placements
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
 from weft.core.names import original, part, readable
+from weft.core.node import toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import leaves, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.model import called, capture_step, capture_unchanged, require_torchs, uncompiled
-from weft.frontend.capture.places import Change
+from weft.frontend.capture.places import TABLES, Change, unchanged
+from weft.frontend.capture.restored import in_mode
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import place
@@ -117,6 +121,18 @@ class Passes:
     outs: tuple[str, ...]  # the results, in order, by output name
     nest: TreeSpec
 
+    def reached_from(self, name: str) -> set[str]:
+        """The gradients of results that a parameter's own is made of."""
+        if name not in self._reached:
+            root = None if self.backward is None else self.captured.program.output_names.get(_gradient_of(name))
+            nodes = toposort([root]) if root is not None else []
+            self._reached[name] = {n.attr("name") for n in nodes if n.op.is_input and n.attr("name").startswith(CTS)}
+        return self._reached[name]
+
+    @cached_property
+    def _reached(self) -> dict[str, set[str]]:
+        return {}
+
 
 class Sharded:
     """A module's passes on this rank, and what it calls instead of its own forward."""
@@ -128,24 +144,34 @@ class Sharded:
         self.example, self.calls = example, 0
         self.decision: auto.Decision | None = None  # of plan="auto"
         self.signature = inspect.signature(model.forward)
+        self.given = self._arguments(*_call_of(example))
         self.names = {readable(f"param.{n}"): n for n, _ in model.named_parameters()}
+        self.learning = {n for n, p in model.named_parameters() if p.requires_grad}
         self.reads: dict[bool, Reads] = {}
         self.verified: dict[bool, Verdict | None] = {}  # by torch, on rank 0; while training and not
-        self.passes = {mode: self._passes(mode, check) for mode in (True, False)}
+        self.passes: dict[bool, Passes] = {}
+        for mode in (True, False):
+            self.passes[mode] = self._passes(mode, check)
         self._compiled: dict[str, Compiled] = {}
         self._mesh: Any = None
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise RuntimeFault(
+            "a sharded module is not copied or pickled",
+            needed="copies made before weft.shard, and values in a state_dict",
+            found=f"copy.deepcopy or torch.save of {type(self.model).__name__}",
+            try_=("weft.shard(copy.deepcopy(model), example, plan), before the model itself is sharded",
+                  "torch.distributed.checkpoint.save(model.state_dict(), ...)"),
+        )  # fmt: skip
 
     # -- programs ----------------------------------------------------------------------------------------------------------------
 
     def _passes(self, learning: bool, check: bool) -> Passes:
-        was = self.model.training
-        self.model.train(learning)
-        try:
+        """A module that is training keeps what its parts are at, such as norms in evaluation mode. Torch calls its hooks around these passes."""
+        with in_mode(self.model, learning), without_hooks(self.model):
             first, nest = captured_with_nest(self.model, self.example)
-            self.reads[learning] = cast(Reads, first.reads).of_values()
+            self.reads[learning] = cast(Reads, first.reads).of_values(self.model)
             return self._learning(first, nest, check) if learning else self._evaluating(first, nest, check)
-        finally:
-            self.model.train(was)
 
     def _learning(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:
         moment = Moment.now()
@@ -185,7 +211,9 @@ class Sharded:
         return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
 
     def _planned(self, program: Program) -> dict[str, Any]:
-        """Layouts of the parameters as a plan file of this model has them."""
+        """Layouts of the parameters as a plan file of this model has them; once they are sharded, their own."""
+        if self.passes:
+            return {n: dict(self._layout(n, x.shape).placements) for n, x in program.inputs_for(Role.PARAMETER).items()}
         file = cast(Followed, self.followed).program
         known = file.inputs_for(Role.PARAMETER) if file is not None else {}
         return {
@@ -226,46 +254,64 @@ class Sharded:
         self.model.weft = self  # type: ignore[assignment]
 
     def _parameter(self, forward: Compiled, name: str, p: nn.Parameter) -> nn.Parameter:
-        node = self.passes[True].captured.program.input_names.get(name)
-        layout = Layout.of(self.plan.mesh, p.shape) if node is None else self._layout(name)
+        layout = self._layout(name, p.shape)
         local = interp.take_local(p.detach(), layout, forward.coords).to(self.device).clone()
         return nn.Parameter(as_dtensor(local, layout, forward.device_mesh), requires_grad=p.requires_grad)
 
-    def _layout(self, name: str) -> Layout:
+    def _layout(self, name: str, shape: Sequence[int]) -> Layout:
+        """The layout of a parameter: that of the passes that learn."""
         programs = [self.passes[True].forward, self.passes[True].backward]
-        return next(p.input_names[name].layout for p in programs if p is not None and name in p.input_names)
+        found = (p.input_names[name].layout for p in programs if p is not None and name in p.input_names)
+        return next(found, Layout.of(self.plan.mesh, shape))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passes, batch = self.passes[self.model.training], self._as_example(args, kwargs)
-        self._require_same_values(batch)
-        given = self._given(passes, batch)
+        passes, given = self.passes[self.model.training], self._arguments(args, kwargs)
+        self._require_same_values(given)
+        tensors = self._given(passes, self._as_example(given))
         self.calls += 1
         own = dict(self.model.named_parameters())
         names = [n for n in passes.captured.program.input_names if n in self.names]
-        learns = passes.backward is not None and torch.is_grad_enabled()
-        run = _ShardedFunction.apply if learns else lambda s, p, g, n, *x: _run_forward(s, p, g, n, x)[0]
-        outs = run(self, passes, given, tuple(names), *(own[self.names[n]] for n in names))
+        outs = _ShardedFunction.apply(self, passes, tensors, tuple(names), *(own[self.names[n]] for n in names))
         return tree_unflatten(list(outs), passes.nest)
 
-    def _require_same_values(self, batch: Any) -> None:
+    def _require_same_values(self, given: Mapping[str, Any]) -> None:
         """What was read from Python is as it was: these passes are of that, and are not made again."""
         changes = self.reads[self.model.training].changed_since()
-        before, now = _values(self.example), _values(batch)
+        before, now = _values(self.given), _values(given)
         changes += [Change(f"{n} of the call", before.get(n), now.get(n)) for n in {**before, **now} if before.get(n) != now.get(n)]
+        for n, p in self.model.named_parameters():
+            changes += [Change(f"model.{n}.requires_grad", False, True)] if p.requires_grad and n not in self.learning else []
         if changes:
             raise RuntimeFault(
                 "the module was parallelized for other values in Python",
                 needed="all it reads as it was then",
                 found=str(changes[0]),
-                try_="weft.parallelize, which traces again, or pass the value as a tensor",
+                try_=("weft.shard after it is set: modes, hooks, requires_grad (what learns may be frozen later), and an example with all arguments",
+                      "weft.parallelize, which traces again, or pass the value as a tensor"),
+            )  # fmt: skip
+        tensors = [(n, x) for name, given_ in given.items() for n, x in leaves(name, given_) if isinstance(x, Tensor)]
+        moving = [n for n, x in tensors if x.requires_grad and torch.is_grad_enabled()]
+        if moving:
+            raise RuntimeFault(
+                "the module's backward pass gives the gradients of its parameters alone",
+                needed="arguments that need no gradient",
+                found=f"{moving[0]} with requires_grad=True",
+                try_=("weft.shard(...) of the module that makes them too", "x.detach(), where no gradient is meant to pass"),
             )
 
-    def _as_example(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        bound = self.signature.bind(*args, **kwargs).arguments
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, those of `*args` and `**kwargs` each by its own, without what is left at None or its default."""
+        named, known = _named(self.signature, args, kwargs), self.signature.parameters
+        usual = {n: known[n].default if n in known else None for n in named}
+        return {n: x for n, x in named.items() if x is not None and not unchanged(x, usual[n])}
+
+    def _as_example(self, given: Mapping[str, Any]) -> Any:
+        """A call's arguments nested as the example's are."""
         if isinstance(self.example, Mapping):
-            return {k: v for k, v in bound.items() if v is not None}
-        values = list(bound.values())
-        return values[0] if isinstance(self.example, Tensor) else values
+            return {k: given.get(k, x) for k, x in self.example.items()}
+        args, _ = _call_of(self.example)
+        batch = [given.get(n, x) for n, x in _named(self.signature, args, {}).items()]
+        return batch if isinstance(self.example, (tuple, list)) else batch[0]
 
     def _given(self, passes: Passes, batch: Any) -> dict[str, Tensor]:
         """This rank's part of the batch, of buffers and constants, and the seed."""
@@ -331,9 +377,42 @@ def joint(model: nn.Module, example: Any, cts: Sequence[Tensor]) -> Captured:
     return capture_step(both, model, unused, {"given": example, "cts": list(cts)}, name=type(model).__name__)
 
 
-def _values(batch: Any) -> dict[str, Any]:
-    """The numbers, flags and texts of a call."""
-    return {n: x for n, x in leaves("batch", batch) if isinstance(x, (bool, int, float, str))}
+def _call_of(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments that an example stands for."""
+    if isinstance(example, Mapping):
+        return (), example
+    return (example, {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+def _named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that a function has for them."""
+    named: dict[str, Any] = {}
+    for name, x in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        some = kind is inspect.Parameter.VAR_POSITIONAL
+        named |= {f"{name}.{i}": item for i, item in enumerate(x)} if some else x if kind is inspect.Parameter.VAR_KEYWORD else {name: x}
+    return named
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, flags and texts of a call, and what its tensors are called."""
+    kinds = (bool, int, float, str)
+    found = [(n, x) for name, x in given.items() for n, x in leaves(name, x)]
+    return {n: x if isinstance(x, kinds) else "a tensor" for n, x in found if isinstance(x, (*kinds, Tensor))}
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside, the module has no hooks of its own; those of its parts stay."""
+    held = [(table, dict(table)) for table in map(module.__dict__.__getitem__, TABLES)]
+    for table, _ in held:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in held:
+            table.clear()
+            table.update(hooks)
 
 
 # -- inside autograd -------------------------------------------------------------------------------------------------------------------
@@ -344,40 +423,53 @@ class _ShardedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: Sharded, passes: Passes, given: dict[str, Tensor], names: tuple[str, ...], *params: Any) -> Any:
-        outs, ctx.kept = _run_forward(sharded, passes, given, names, params)
-        ctx.sharded, ctx.passes, ctx.given, ctx.names, ctx.params = sharded, passes, given, names, params
+        ctx.sharded, ctx.passes, ctx.names = sharded, passes, names
+        ctx.set_materialize_grads(False)
+        inputs = {**given, **dict(zip(names, params, strict=True))}
+        own = {**inputs, **{readable(f"buffer.{n}"): b for n, b in sharded.model.named_buffers()}}
+        written = {held: _local(own[held]) for _, held in passes.captured.program.state}
+        before = {n: _local(x).clone() if n in written else x for n, x in inputs.items()}
+        outs, kept = _run_forward(sharded, passes, before, written)
+        read = sharded.compiled(passes.backward).program.input_names if passes.backward is not None else {}
+        held = {n: x for n, x in {**before, **kept}.items() if n in read}
+        ctx.held = tuple(held)
+        ctx.save_for_backward(*held.values())
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         sharded, passes = ctx.sharded, ctx.passes
+        if passes.backward is None:
+            raise RuntimeFault(
+                "the module ran in evaluation mode, for which weft.shard makes no backward pass",
+                needed="model.train() before the call whose results are differentiated", found="model.eval()",
+                try_="model.train(), with the parts that shall stay in evaluation mode, such as norms, put there before weft.shard",
+            )  # fmt: skip
         run = sharded.compiled(passes.backward)
-        inputs = {**ctx.given, **ctx.kept, **_locals(ctx.names, ctx.params), **_gradients(run, passes, cts)}
+        inputs = {**dict(zip(ctx.held, map(_local, ctx.saved_tensors), strict=True)), **_gradients(run, passes, cts)}
         with torch.no_grad():
             out = run({n: inputs[n] for n in run.program.input_names})
-        ctx.kept = ctx.params = None
-        return None, None, None, None, *(_gradient(run, n, out) for n in ctx.names)
+        given = {name.replace(OUT, CTS, 1) for name, ct in zip(passes.outs, cts, strict=True) if ct is not None}
+        reached = [n if passes.reached_from(n) & given else "" for n in ctx.names]  # torch gives no gradient, not zeros, to what no differentiated result reads
+        return None, None, None, None, *(_gradient(run, n, out) for n in reached)
 
 
 def _run_forward(
-    sharded: Sharded, passes: Passes, given: Mapping[str, Tensor], names: Sequence[str], params: Sequence[Any]
+    sharded: Sharded, passes: Passes, inputs: Mapping[str, Tensor], written: Mapping[str, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """The results as DTensors, and what the backward pass needs of the way there; buffers are written."""
+    """The results as DTensors, and what the backward pass needs of the way there; buffers, and parameters that are scaled in place, are written."""
     run = sharded.compiled(passes.forward)
-    inputs = {**given, **_locals(names, params)}
     with torch.no_grad():
-        out = run({n: inputs[n] for n in run.program.input_names})
-        own = {readable(f"buffer.{n}"): b for n, b in sharded.model.named_buffers()}
+        out = run({n: _local(inputs[n]) for n in run.program.input_names})
         for name, held in passes.captured.program.state:
-            if held in own:
-                own[held].copy_(out[name])
+            written[held].copy_(out[name])
     results = tuple(as_dtensor(out[n], run.program.output_names[n].layout, run.device_mesh) for n in passes.outs)
     return results, {n: x for n, x in out.items() if n.startswith("kept.")}
 
 
-def _locals(names: Sequence[str], params: Sequence[Any]) -> dict[str, Tensor]:
-    return {n: (p.to_local() if hasattr(p, "to_local") else p).detach() for n, p in zip(names, params, strict=True)}
+def _local(x: Any) -> Tensor:
+    return (x.to_local() if hasattr(x, "to_local") else x).detach()  # type: ignore[no-any-return]
 
 
 def _gradients(run: Compiled, passes: Passes, cts: Sequence[Any]) -> dict[str, Tensor]:
@@ -387,7 +479,7 @@ def _gradients(run: Compiled, passes: Passes, cts: Sequence[Any]) -> dict[str, T
         key = name.replace(OUT, CTS, 1)
         node = run.program.input_names.get(key)
         if node is not None:
-            out[key] = _at(ct, node.layout, run)
+            out[key] = _at(torch.zeros(node.shape, dtype=node.dtype, device=run.device) if ct is None else ct, node.layout, run)
     return out
 
 
@@ -397,6 +489,11 @@ def _at(ct: Any, layout: Layout, run: Compiled) -> Tensor:
     return interp.take_local(ct, layout, run.coords).contiguous()
 
 
+def _gradient_of(name: str) -> str:
+    """The name of a parameter's gradient among the outputs of a program."""
+    return f"{GRAD}.{part(original(name.removeprefix('param.')))}"
+
+
 def _gradient(run: Compiled, name: str, out: Mapping[str, Tensor]) -> Any:
-    key = f"{GRAD}.{part(original(name.removeprefix('param.')))}"
+    key = _gradient_of(name)
     return as_dtensor(out[key], run.program.output_names[key].layout, run.device_mesh) if key in out else None

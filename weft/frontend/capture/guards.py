@@ -476,12 +476,14 @@ class Reads:
         self._environment = {k: x for k, x in self._environment.items() if "autocast" not in k}
         return self
 
-    def of_values(self) -> Reads:
-        """What it read of plain values alone: the modules' parameters, hooks and attributes have been made others on purpose."""
-        self.in_any_mode()
+    def of_values(self, sharded: nn.Module) -> Reads:
+        """What it read of plain values, of modes and of hooks of the module's parts: its parameters and its own forward have been made others."""
+        self.in_any_grad_mode()
+        own = [sharded.__dict__, *(sharded.__dict__[k] for k in TABLES)]
         self.places = [p for p in self.places if is_plain(p.value)]
-        self.wholes = [whole for whole in self.wholes if not whole[2].endswith(TABLES)]
-        self.sizes, self.hooks, self.flags, self.batch = [], [], [], _plain_leaves(None)
+        self.wholes = [whole for whole in self.wholes if not any(whole[0] is x for x in own)]
+        self.sizes = [size for size in self.sizes if not any(size[0] is x for x in own)]
+        self.hooks, self.flags, self.batch = [], [], _plain_leaves(None)
         self.fixed = [(p, p.value._version) for p in self.tensors.values()]
         return self
 

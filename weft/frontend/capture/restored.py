@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
@@ -12,15 +12,21 @@ from weft.frontend.capture.places import copied, random_state, restore, same_con
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards every module of it is in the mode it was in."""
+def in_mode(model: nn.Module, learning: bool) -> Iterator[None]:
+    """Inside, the model trains or is in evaluation mode; parts of one that trains stay in the mode they are in. Afterwards every module is as it was."""
     modes = [(m, m.training) for m in model.modules()]
-    model.eval()
+    if not (learning and model.training):
+        model.train(learning)
     try:
         yield
     finally:
         for m, training in modes:
             m.training = training
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the model is in evaluation mode; afterwards every module of it is in the mode it was in."""
+    return in_mode(model, learning=False)
 
 
 @contextmanager
