@@ -224,7 +224,7 @@ def test_a_shape_that_is_new_to_one_rank_alone_is_told(tmp_path, monkeypatch):
     def job(rank: int) -> None:
         step = trains_as_torch("dp2", sized(8))
         if rank == 1:
-            with pytest.raises(RuntimeFault, match="rank 0 did not agree on the shapes of a batch"):
+            with pytest.raises(RuntimeFault, match="rank 0 did not answer about the shapes of a batch"):
                 step(sized(6)[0])
 
     on_ranks(2, job, tmp_path)

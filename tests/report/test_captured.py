@@ -114,7 +114,7 @@ def test_the_file_that_a_foreign_plan_names_is_not_run(tmp_path: Path) -> None:
         plan.write_text(json.dumps(data | {"model": model}))
         says = facts_of(plan).says
         assert f"the plan names {model}, which is code that runs only if you allow it" in says[0] and "--run-model" in says[0]
-        with pytest.raises(PlanError, match="not run unasked") as e:
+        with pytest.raises(PlanError, match="code that runs only if you allow it") as e:
             list(explain(load(plan)))
         assert "--run-model, if you know that file and the plan" in str(e.value)
         html(load(plan))

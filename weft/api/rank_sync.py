@@ -154,7 +154,7 @@ def one_process() -> bool:
 def _waited_for(ranks: list[int], about: str) -> RuntimeFault:
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return RuntimeFault(
-        f"{who} did not agree on {about}",
+        f"{who} did not answer about {about}",
         needed=f"every rank to call the step with a batch, and values in Python, that ask for the same, within {faults.timeout_s():g} s",
         found=f"{who} went on with the program at hand, or ended",
         try_=("change what the model reads on every rank, and give all of them batches of the same new shape", "WEFT_TIMEOUT sets the limit in seconds"),

@@ -233,7 +233,7 @@ def test_a_mapping_of_any_kind_is_cut() -> None:
 def test_tensors_without_samples_stay_whole() -> None:
     assert batch_dims_of({"x": torch.ones(8, 4), "y": torch.ones(8), "edges": torch.ones(2, 20)}) == (8, {"batch.x": 0, "batch.y": 0})
     assert batch_dims_of({"x": torch.ones(8, 4), "places": torch.ones(3, 8)}) == (8, {"batch.x": 0, "batch.places": 1})
-    with pytest.raises(PlanError, match=r"cannot be told(.|\n)*x \[8, 4\], y \[6\]"):
+    with pytest.raises(PlanError, match=r"is ambiguous(.|\n)*x \[8, 4\], y \[6\]"):
         batch_dims_of({"x": torch.ones(8, 4), "y": torch.ones(6)})
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal micro-batches"):
         micro_batch(torch.ones(8), 0, 3)
