@@ -159,4 +159,4 @@ def test_state_that_one_rank_alone_asks_for_is_refused(tmp_path: Path, monkeypat
         return words
 
     words = run_ranks(2, job, tmp_path)[0]
-    assert "not every rank has called state_dict()" in words and "rank 1 did not answer about state_dict()" in words and "outside of `if rank == 0:`" in words, words
+    assert "not every rank has called state_dict()" in words and "rank 1 did not answer" in words and "outside of `if rank == 0:`" in words, words
