@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ from torch import Tensor
 
 from weft.api.step import Step
 from weft.core.errors import PlanError
-from weft.plan.goodput import pick
+from weft.plan.goodput import efficiency
 from weft.transform.noise import Noise, listen
 
 TRIES = 3  # steps at a batch before it counts as timed; the first of them, which loads kernels, is left out
 RECENT = 20  # steps whose median is the time of a batch
+
+
+def pick(seconds: Mapping[int, float], noise: float) -> int:
+    """Of batches with known times the one of most progress per second; the smaller of equals."""
+    return max(sorted(seconds), key=lambda b: efficiency(b, noise) * b / seconds[b])
 
 
 class Adaptive:

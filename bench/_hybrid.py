@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 
-from bench._layers import Layers, Sized, told
+from bench._layers import Counted, Layers, Sized, told
 from weft.cost.work import Gemm, MemoryBound, Op
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, quantised
 
 CHUNK = 128
@@ -45,14 +44,14 @@ class HybridShape(Sized):
         return self.mamba * 3 * self.hidden * self.inside + self.attention * self.attention_params + experts * each + 2 * self.vocab * self.hidden
 
 
-def hybrid(shape: Shape, text: str, shared: int, ahead: int) -> HybridShape:
+def hybrid(shape: Counted, text: str, shared: int, ahead: int) -> HybridShape:
     """Of words as `23 mamba2 (64 heads of 64; state 128; 8 groups) 23 moe (relu2; not gated; latent 1024) 6 gqa`."""
     found = re.search(r"(\d+) mamba2 \((\d+) heads of (\d+); state (\d+); (\d+) groups\) \d+ moe \(([^)]*)\) (\d+) gqa", text)
     if found is None:
         raise ValueError(f"no layers are read from {text!r}")
     mamba, *states, about, attention = found.groups()
     latent = re.search(r"latent (\d+)", about)
-    known = {f.name: getattr(shape, f.name) for f in fields(Shape)}
+    known = {f.name: getattr(shape, f.name) for f in fields(Counted)}
     return HybridShape(
         **known | {"gated": "not gated" not in about}, mamba=int(mamba), attention=int(attention), states=tuple(map(int, states)),  # type: ignore[arg-type]
         latent=int(latent.group(1)) if latent else 0, shared=shared, ahead=ahead,

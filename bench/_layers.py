@@ -18,14 +18,60 @@ from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 
-def workload(shape: Shape, setting: Setting) -> Workload:
+def workload(shape: Sized, setting: Setting) -> Workload:
     """What one device does for one micro-batch."""
     return Layers(shape, setting).build()
 
 
 @dataclass(frozen=True)
-class Sized(Shape):
-    """A transformer whose work is counted by hand."""
+class Counted(Shape):
+    """A transformer whose parameters and flops are counted by hand."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.head or self.hidden // self.heads
+
+    @property
+    def attention_params(self) -> int:
+        return self.hidden * (2 * self.heads + 2 * self.kv) * self.head_dim
+
+    @property
+    def ffn_params(self) -> int:
+        """Of one feed-forward, or of one expert."""
+        return self.hidden * self.inner * (3 if self.gated else 2)
+
+    @property
+    def norm_params(self) -> int:
+        """Norms and biases of a layer."""
+        biases = (2 * self.hidden + self.inner + (self.heads + 2 * self.kv) * self.head_dim) if self.bias else 0
+        return self.hidden * (4 if self.bias else 2) + biases
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden + (0 if self.rotary else self.seq * self.hidden)
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers // self.moe_every if self.experts else 0
+
+    @property
+    def params(self) -> float:
+        dense = self.layers * (self.attention_params + self.norm_params) + self.embedding_params
+        mixed = self.moe_layers * (self.ffn_params * self.experts + self.hidden * self.experts)
+        head = 0 if self.tied else self.vocab * self.hidden
+        return dense + mixed + (self.layers - self.moe_layers) * self.ffn_params + head
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of forward and backward as MFU is usually counted: six per parameter met, and all scores, masked or not."""
+        met = self.layers * self.attention_params + (self.layers - self.moe_layers + self.moe_layers * self.chosen) * self.ffn_params
+        scores = 12 * self.layers * self.seq * self.heads * self.head_dim
+        return 6.0 * (met + self.vocab * self.hidden) + scores
+
+
+@dataclass(frozen=True)
+class Sized(Counted):
+    """A transformer whose work is counted by hand, too."""
 
     @property
     def depth(self) -> int:
@@ -49,7 +95,7 @@ class Sized(Shape):
 
 @dataclass(frozen=True)
 class Layers:
-    shape: Shape
+    shape: Sized
     setting: Setting
 
     @cached_property

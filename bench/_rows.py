@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench._blanks import Blanks, Cells, device_kind, stated_size
 from bench._hybrid import hybrid
-from bench._layers import Sized
+from bench._layers import Counted, Sized
 from bench._lora import adapters
 from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
@@ -26,7 +26,6 @@ from weft.plan.search import Search
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
 from weft.plan.space import PlannedModel, PlanProblem
-from weft.plan.transformer import Shape
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Row:
 
     case: str
     group: str
-    shape: Shape
+    shape: Counted
     setting: Setting
     cluster: Cluster
     measured: float
@@ -104,7 +103,7 @@ def _iteration(cells: Cells, case: str) -> Row:
     gpus = b.devices("# GPUs", ("tensor parallelism", "pipeline parallelism", "data parallelism"))
     layers, hidden = b.sizes("# layers", "hidden size", f"{cells.get('Parameters (billion)') or ''}B")
     micro, dp = b.whole("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
-    shape = Shape(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
+    shape = Counted(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
     setting = Setting.counted(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
     profile = _iterated_on(b, gpus)
     if gpus > profile.node_size:
@@ -140,7 +139,7 @@ def _padded(words: int, tp: int) -> int:
     return -(-words // unit) * unit
 
 
-def _with_recompute(shape: Shape, setting: Setting, profile: Profile) -> tuple[Setting, str]:
+def _with_recompute(shape: Counted, setting: Setting, profile: Profile) -> tuple[Setting, str]:
     """A model that trains on one device needs no recompute; larger ones of that time were trained with all of it."""
     alone = dataclasses.replace(setting, dp=1, ep=1, tp=1, pp=1, micro=1, global_batch=setting.micro_batch)
     step = simulate(sized_stack(shape, alone.dtype).work(alone), alone, Cluster("one", (Nodes(1, 1, profile),)))
@@ -161,7 +160,7 @@ def _measured_with_memory(cells: Cells, case: str) -> Row:
     n = {k: b.whole(k) for k in ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "dp", "micro_batch", "global_batch", "gpus")}
     stages = [int(x) for x in cells["layers_per_stage"].split("|")]
     stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1  # embedding and head count as a layer each
-    shape = Shape(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"])
+    shape = Counted(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"])
     setting = Setting.counted(n["global_batch"], n["micro_batch"], n["dp"], n["tp"], n["pp"], **{**CLASSIC, "dtype": "tf32", "grad_dtype": "fp32"})
     profile = load("GH200-server")
     b.assumed["host"] = "that of the cluster these rows were measured on: Python on Grace issues an op in 57 us"
@@ -190,7 +189,7 @@ def _published(cells: Cells, case: str) -> Row:
     heads = b.heads("heads", hidden, tp)
     kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
     vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
-    shape = Shape(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
+    shape = Counted(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
     shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
     if "hybrid" in (cells.get("attention") or ""):
         shape = hybrid(shape, cells["attention"], *(int(b.number(key, 0)) for key in ("shared_expert_ffn", "mtp_layers")))
@@ -206,7 +205,7 @@ def _published(cells: Cells, case: str) -> Row:
     )  # fmt: skip
 
 
-def _with_experts(b: Blanks, shape: Shape) -> Shape:
+def _with_experts(b: Blanks, shape: Counted) -> Counted:
     more = {"experts": b.whole("experts"), "chosen": b.whole("experts_per_token", 2), "ffn": b.whole("expert_ffn", shape.inner)}
     return Sized(**dataclasses.asdict(shape) | more | {"gated": True, "rotary": True, "tied": False})
 
@@ -252,7 +251,7 @@ def _known(dtype: str, profile: Profile, assumed: dict[str, str]) -> str:
     return "bf16"
 
 
-def _of_size(shape: Shape, source: str, assumed: dict[str, str]) -> Shape:
+def _of_size(shape: Counted, source: str, assumed: dict[str, str]) -> Counted:
     """Gated or plain feed-forward, words shared or not: whichever gives the size the source names, else as Llama."""
     forms = [dataclasses.replace(shape, gated=g, rotary=g, tied=t) for g in (True, False) for t in (False, True)]
     size = stated_size(source)
@@ -295,7 +294,7 @@ def _device(text: str, assumed: dict[str, str]) -> Profile:
     return dataclasses.replace(profile, device=device)
 
 
-def _setting(b: Blanks, dtype: str, shape: Shape, profile: Profile, gpus: int) -> Setting:
+def _setting(b: Blanks, dtype: str, shape: Counted, profile: Profile, gpus: int) -> Setting:
     cells, assumed, modern = b.cells, b.assumed, dtype != "fp16"
     tp, pp, cp = b.whole("tp", 1), b.whole("pp", 1), b.whole("cp", 1)
     dp, micro = b.copies("dp", gpus, tp * pp * cp, some=True), b.whole("micro_batch", 1)
@@ -343,7 +342,7 @@ def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
     )  # fmt: skip
 
 
-def _recomputed(setting: Setting, text: str, shape: Shape, profile: Profile, modern: bool, assumed: dict[str, str]) -> Setting:
+def _recomputed(setting: Setting, text: str, shape: Counted, profile: Profile, modern: bool, assumed: dict[str, str]) -> Setting:
     if "selective" in text and setting.zero == 3:
         assumed["recompute"] = "per op: attention, reductions and every second product are kept"
         return dataclasses.replace(setting, recompute="per-op")
@@ -372,7 +371,7 @@ def _virtual(b: Blanks, layers: int, pp: int) -> int:
     return max(1, layers // pp)
 
 
-def _metric(name: str, shape: Shape, setting: Setting, gpus: int) -> Callable[[SimulatedStep], float]:
+def _metric(name: str, shape: Counted, setting: Setting, gpus: int) -> Callable[[SimulatedStep], float]:
     tokens = setting.global_batch * shape.seq
     model = shape.flops_per_token * tokens
     s, h, n, v = shape.seq, shape.hidden, shape.layers, shape.vocab

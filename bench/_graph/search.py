@@ -30,7 +30,7 @@ from weft.plan.layouts.strategies import Strategies
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
-from weft.plan.roles import CARRIED, GRADS, PARAMS, VALUES, Roles
+from weft.plan.roles import GRADS, PARAMS, SPREAD, VALUES, Roles
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
@@ -39,7 +39,7 @@ from weft.rewrite.updates import rules_of
 Say = Callable[[str], None]
 Held = dict[str, dict[str, Placement]]
 NOTHING: frozenset[str] = frozenset()
-ALL = frozenset(CARRIED)
+ALL = frozenset((PARAMS, GRADS, SPREAD, VALUES))
 HIDES = (1.0, 0.3, 0.05)  # shares of hideable communication that the ILP is charged
 LARGE = 1500  # nodes from which fewer meshes are tried
 EFFORT = 1e8  # work of one ILP

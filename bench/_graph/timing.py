@@ -25,7 +25,7 @@ from weft.cost.walk import Phase, Walk, combine
 from weft.cost.work import Collective, Op, Work
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles, computing
+from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles
 from weft.schedule.verbs import BUCKET, FIRST, is_full
 
 SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing is sent
@@ -116,6 +116,18 @@ class PlacedProgram:
         while node.args and len(node.args) == 1:
             node = node.args[0]
         return str(node.attr("name")) if node in self.program.input_set else ""
+
+
+def computing(program: Program, node: Node) -> set[Node]:
+    """Who computes with a value, through collectives and views."""
+    found, todo = set(), [node]
+    while todo:
+        for u in program.users[todo.pop()]:
+            if is_comm(u) or u.op.kind is Kind.VIEW:
+                todo.append(u)
+            else:
+                found.add(u)
+    return found
 
 
 def _before_travel(roles: Roles, node: Node) -> Node:

@@ -115,10 +115,6 @@ _POOL = [
         "adaptive_avg_pool2d_backward", lambda y: op_named("adaptive_avg_pool2d_backward")(y, size=(5, 5), places=(3, 2)),
         _adaptive_transposed, normal(3, 4, 3, 2),
     ),
-    case(
-        "upsample_nearest2d", lambda x: pool.upsample_nearest2d(x, 2), lambda x: F.interpolate(x, scale_factor=2.0),
-        normal(3, 2, 4, 3), local=True,
-    ),
 ]  # fmt: skip
 
 

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from bench._adaptive import pick
 from bench._shares import pieces_by, slowest
 from weft.core.errors import PlanError
-from weft.plan.goodput import climb, efficiency, pick, plan_goodput, progress
+from weft.plan.goodput import climb, efficiency, plan_goodput, progress
 from weft.plan.plan import Plan, dealt, parse
 from weft.plan.planner import Infeasible, Request
 from weft.plan.space import Limits

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench._layers import Counted
 from weft.cli import app
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError, UnknownName
@@ -22,9 +23,9 @@ from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.transformer import Shape, shape
-from weft.plan.workload import Workload, flops, split_weight
+from weft.plan.workload import Workload, split_weight
 
-GPT = Shape(24, 2048, 16, 51200, 2048, name="gpt")
+GPT = Counted(24, 2048, 16, 51200, 2048, name="gpt")
 MOE = Shape(8, 1024, 16, 32000, 1024, gated=True, rotary=True, experts=8, chosen=2, name="moe")
 
 
@@ -154,10 +155,10 @@ def test_experts_are_spread() -> None:
 def test_the_device_does_no_less_than_the_flops() -> None:
     setting = Setting.counted(global_batch=8, micro_batch=8)
     work = workload(GPT, setting)
-    forward = GPT.layers * flops(work.layer.forward) + flops(work.last.forward)
+    forward = GPT.layers * sum(op.flops for op in work.layer.forward) + sum(op.flops for op in work.last.forward)
     scores = GPT.layers * 2 * GPT.seq * GPT.hidden * work.tokens  # the causal half of them is not computed
     assert 3 * (forward + scores) == pytest.approx(GPT.flops_per_token * work.tokens, rel=0.01)
-    done = GPT.layers * flops((*work.layer.forward, *work.layer.backward())) + 3 * flops(work.last.forward)
+    done = GPT.layers * sum(op.flops for op in (*work.layer.forward, *work.layer.backward())) + 3 * sum(op.flops for op in work.last.forward)
     assert done == pytest.approx(work.model_flops * work.tokens, rel=0.01)
 
 
@@ -319,7 +320,7 @@ def test_weight_gradients_may_wait() -> None:
     block = workload(GPT, Setting.counted()).layer
     early, late = split_weight(block.backward())
     assert len(late) == 4
-    assert flops(early) + flops(late) == pytest.approx(flops(block.backward()))
+    assert sum(op.flops for op in (*early, *late)) == pytest.approx(sum(op.flops for op in block.backward()))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_weight_gradients_may_wait() -> None:
     ],
 )  # fmt: skip
 def test_named_models_have_their_published_size(name: str, billions: float) -> None:
-    assert shape(name).params / 1e9 == pytest.approx(billions, rel=0.02)
+    assert captured_stack(name, "bf16")[0].params / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_a_model_that_is_no_transformer() -> None:

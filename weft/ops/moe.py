@@ -13,18 +13,14 @@ from typing import Any
 
 import torch
 
-from weft.core.errors import TypeMismatch
-from weft.core.node import Attrs, Node, user_line
-from weft.ops.comm import all_reduce_partials, all_to_all
+from weft.core.node import Attrs, Node
 from weft.ops.embed import find, need_index, out_elements
-from weft.ops.fill import one_hot
 from weft.ops.linalg import einsum
 from weft.ops.norm import softmax, wide
 from weft.ops.order import topk
 from weft.ops.pointwise import silu
-from weft.ops.reduce import mean, sum_
+from weft.ops.reduce import sum_
 from weft.ops.registry import Equation, Kind, Local, Types, define
-from weft.ops.shape import narrow, reshape
 
 TOKENS, CHOICES, SLOTS = ("g", "t", "d"), ("g", "t", "k"), ("g", "e", "c", "d")
 EACH_BUT_SLOTS = (frozenset({0}), frozenset({2}))
@@ -183,19 +179,11 @@ def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
     return max(1, math.ceil(tokens * k * factor / experts))
 
 
-def top_k_gates(logits: Any, k: int, normalize: bool = True) -> tuple[Any, Any, Any]:
-    """logits [g, t, e] -> gates and experts [g, t, k], and all probabilities; gates of a token sum to 1 if normalised."""
+def top_k_gates(logits: Any, k: int) -> tuple[Any, Any, Any]:
+    """logits [g, t, e] -> gates and experts [g, t, k], and all probabilities; gates of a token sum to 1."""
     probs = softmax(logits, -1)
     gates, choice = topk(probs, k, -1)
-    return (gates / sum_(gates, dims=-1, keepdim=True) if normalize else gates), choice, probs
-
-
-def balance_loss(probs: Any, choice: Any) -> Any:
-    """e * sum over experts of (share of first choices) * (mean probability), averaged over groups: 1 when balanced."""
-    g, _, e = probs.shape
-    first = reshape(narrow(choice, 2, 0, 1), choice.shape[:2])
-    share = all_reduce_partials(mean(one_hot(first, e, probs.dtype), 1))
-    return sum_(share * all_reduce_partials(mean(probs, 1))) * (e / g)
+    return gates / sum_(gates, dims=-1, keepdim=True), choice, probs
 
 
 def experts_of(y: Any, up: Any, down: Any, gate: Any = None, act: Callable[[Any], Any] = silu) -> Any:
@@ -205,23 +193,4 @@ def experts_of(y: Any, up: Any, down: Any, gate: Any = None, act: Callable[[Any]
     return einsum("gecf,efd->gecd", h, down)
 
 
-def moe(
-    x: Any, router: Any, up: Any, down: Any, gate: Any = None, *, k: int, factor: float = 1.25, axis: str | None = None, act: Any = silu
-) -> tuple[Any, Any]:
-    """x [g, t, d] through the k best experts of each token -> [g, t, d] and the balance loss.
-
-    With `axis`, which must shard the groups of x and the experts of up, gate and down, tokens are sent by two all_to_alls.
-    """
-    e = router.shape[-1]
-    if up.shape[0] != e:
-        raise TypeMismatch("the router and the experts differ", needed=f"{e} experts", found=str(up.type), where=user_line())
-    gates, choice, probs = top_k_gates(einsum("gtd,de->gte", x, router), k)
-    slots = expert_slots(choice, e, capacity_of(x.shape[1], e, k, factor))
-    y = dispatch(x, slots, e, capacity_of(x.shape[1], e, k, factor))
-    y = y if axis is None else all_to_all(y, axis=axis, dim=1)
-    y = experts_of(y, up, down, gate, act)
-    y = y if axis is None else all_to_all(y, axis=axis, dim=0)
-    return combine(y, slots, gates), balance_loss(probs, choice)
-
-
-__all__ = ["balance_loss", "capacity_of", "combine", "dispatch", "expert_slots", "experts_of", "moe", "top_k_gates"]
+__all__ = ["capacity_of", "combine", "dispatch", "expert_slots", "experts_of", "top_k_gates"]

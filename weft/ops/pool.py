@@ -15,7 +15,7 @@ from weft.ops.conv import Pair, pair, windows
 from weft.ops.opaque import opaque_grad
 from weft.ops.reduce import mean
 from weft.ops.registry import Equation, Kind, Linear, Types, define
-from weft.ops.shape import expand, reshape
+from weft.ops.shape import reshape
 
 Pool = Callable[..., torch.Tensor]
 Sizes = Callable[[Pair, Attrs], Pair]
@@ -169,11 +169,4 @@ def max_pool2d(x: Any, kernel: Any, stride: Any = None, padding: Any = 0) -> Any
     return _max_pool2d(x, **_window(kernel, stride, padding))
 
 
-def upsample_nearest2d(x: Any, factor: int) -> Any:
-    """Every pixel repeated `factor` times in height and width; shards survive, as it only repeats."""
-    n, c, h, w = x.shape
-    wide = expand(reshape(x, (n, c, h, 1, w, 1)), (n, c, h, factor, w, factor))
-    return reshape(wide, (n, c, h * factor, w * factor))
-
-
-__all__ = ["adaptive_avg_pool2d", "avg_pool2d", "max_pool2d", "upsample_nearest2d"]
+__all__ = ["adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"]

@@ -35,16 +35,6 @@ def efficiency(batch: float, noise: float) -> float:
     return 1.0 if noise == math.inf else noise / (batch + noise)
 
 
-def goodput(batch: float, noise: float, seconds: float) -> float:
-    """Progress per second, in steps without noise."""
-    return progress(batch, noise) / seconds
-
-
-def pick(seconds: Mapping[int, float], noise: float) -> int:
-    """Of batches with known times the one of most progress per second; the smaller of equals."""
-    return max(sorted(seconds), key=lambda b: efficiency(b, noise) * b / seconds[b])
-
-
 def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = lambda _: None) -> Plan | Infeasible:
     """The plan at the batch of most progress per second. `noise` is in samples."""
     if not 0 < noise < math.inf:

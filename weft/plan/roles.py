@@ -16,7 +16,6 @@ from weft.ops.comm import is_comm
 from weft.ops.registry import Kind
 
 PARAMS, GRADS, SPREAD, VALUES = "params", "grads", "spread", "values"
-CARRIED = (PARAMS, GRADS, SPREAD, VALUES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +94,3 @@ def _source(node: Node) -> Node:
     while node.args and (is_comm(node) or node.op.is_item):
         node = node.args[0]
     return node
-
-
-def computing(program: Program, node: Node) -> set[Node]:
-    """Who computes with a value, through collectives and views."""
-    found, todo = set(), [node]
-    while todo:
-        for u in program.users[todo.pop()]:
-            if is_comm(u) or u.op.kind is Kind.VIEW:
-                todo.append(u)
-            else:
-                found.add(u)
-    return found

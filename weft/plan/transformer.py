@@ -32,53 +32,12 @@ class Shape:
     head: int = 0  # width of a head, where it is not hidden / heads
 
     @property
-    def head_dim(self) -> int:
-        return self.head or self.hidden // self.heads
-
-    @property
     def kv(self) -> int:
         return self.kv_heads or self.heads
 
     @property
     def inner(self) -> int:
         return self.ffn or 4 * self.hidden
-
-    @property
-    def attention_params(self) -> int:
-        return self.hidden * (2 * self.heads + 2 * self.kv) * self.head_dim
-
-    @property
-    def ffn_params(self) -> int:
-        """Of one feed-forward, or of one expert."""
-        return self.hidden * self.inner * (3 if self.gated else 2)
-
-    @property
-    def norm_params(self) -> int:
-        """Norms and biases of a layer."""
-        biases = (2 * self.hidden + self.inner + (self.heads + 2 * self.kv) * self.head_dim) if self.bias else 0
-        return self.hidden * (4 if self.bias else 2) + biases
-
-    @property
-    def embedding_params(self) -> int:
-        return self.vocab * self.hidden + (0 if self.rotary else self.seq * self.hidden)
-
-    @property
-    def moe_layers(self) -> int:
-        return self.layers // self.moe_every if self.experts else 0
-
-    @property
-    def params(self) -> float:
-        dense = self.layers * (self.attention_params + self.norm_params) + self.embedding_params
-        mixed = self.moe_layers * (self.ffn_params * self.experts + self.hidden * self.experts)
-        head = 0 if self.tied else self.vocab * self.hidden
-        return dense + mixed + (self.layers - self.moe_layers) * self.ffn_params + head
-
-    @property
-    def flops_per_token(self) -> float:
-        """Of forward and backward as MFU is usually counted: six per parameter met, and all scores, masked or not."""
-        met = self.layers * self.attention_params + (self.layers - self.moe_layers + self.moe_layers * self.chosen) * self.ffn_params
-        scores = 12 * self.layers * self.seq * self.heads * self.head_dim
-        return 6.0 * (met + self.vocab * self.hidden) + scores
 
 
 def shape(name: str, **changes: Any) -> Shape:

@@ -125,10 +125,6 @@ def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     return tuple(early), tuple(late)
 
 
-def flops(ops: Iterable[Op]) -> float:
-    return sum(op.flops for op in ops)
-
-
 def overlapped_with_matmuls(ops: tuple[Op, ...]) -> Iterator[Op]:
     """Each collective of tp hidden behind the matmul next to it: a gather behind the one after, a sum behind the one before."""
     waiting: Op | None = None

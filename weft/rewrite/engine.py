@@ -55,23 +55,6 @@ def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:
     return bound if all(match(expr, node, bound) is not None for expr, node in zip(r.left, places, strict=True)) else None
 
 
-def find_matches(r: Rule, program: Program) -> list[tuple[tuple[Node, ...], Bindings]]:
-    """Every place of a one-output rule where both sides type the same."""
-    found: list[tuple[tuple[Node, ...], Bindings]] = []
-    for node in program.nodes:
-        bound = match_rule(r, (node,)) if len(r.left) == 1 else None
-        if bound is not None and _types_agree(r, (node,), bound):
-            found.append(((node,), bound))
-    return found
-
-
-def _types_agree(r: Rule, places: Sequence[Node], bound: Bindings) -> bool:
-    try:
-        return all(build(e, bound).types == n.types for e, n in zip(r.right, places, strict=True))
-    except WeftError:
-        return False
-
-
 def apply_rule(program: Program, r: Rule, places: Sequence[Node], step: str, *, params: Mapping[str, Any] | None = None) -> Program:
     """The program with the rule used at the places; refused where it does not match or would change a type."""
     bound = match_rule(r, places)
@@ -186,4 +169,4 @@ def same_erased(a: Program, b: Program) -> bool:
     return all(left[name] is right[name] for name in left if name in right)
 
 
-__all__ = ["Call", "Expr", "Rule", "apply_rule", "erase", "erase_nodes", "find_matches", "match_rule", "rule", "same_erased"]
+__all__ = ["Call", "Expr", "Rule", "apply_rule", "erase", "erase_nodes", "match_rule", "rule", "same_erased"]
