@@ -7,6 +7,7 @@ they are parallelised first; the faster counts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from weft.core.program import Program
 from weft.cost.price import compiles, on_mesh
 from weft.cost.work import records
 from weft.plan.rewritten import RewrittenStep, as_products, as_run
-from weft.plan.substitute import Path, Price, best_path, replayed, value_rules
+from weft.plan.substitute import Path, Price, best_path, value_rules
 from weft.rewrite.schema import Schema
 from weft.rewrite.updates import rules_of
 
@@ -53,7 +54,7 @@ def joint_and_sequential(found: GraphSearch) -> Both:
 
 def _on_each_rank(base: Candidate, lone: RewrittenStep, path: Path, price: Price, rules: Sequence[Schema]) -> Candidate:
     """A way whose ranks run their own part of it rewritten: it gains what one device gains on its share of the batch."""
-    gain = price(lone.program) - price(replayed(lone, path, rules).program) if path else 0.0
+    gain = price(lone.program) - price(functools.reduce(lambda step, move: step.moved(move, rules), path, lone).program) if path else 0.0
     return replace(base, seconds=base.seconds - max(0.0, gain), rules=(*rule_names(path), *rules_of(base.placed.program)))
 
 

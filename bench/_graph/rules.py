@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from weft.core.program import Program
 from weft.plan.layouts import OnCluster, Rates, choose
 from weft.plan.rewritten import RewrittenStep, as_products, as_run
 from weft.plan.schedules import PLAIN
-from weft.plan.substitute import Path, best_path, on_mesh, replayed, value_rules
+from weft.plan.substitute import Path, best_path, on_mesh, value_rules
 from weft.rewrite.schema import Schema
 from weft.rewrite.updates import rules_of
 
@@ -55,7 +56,7 @@ def rule_names(path: Path) -> tuple[str, ...]:
 
 def _replayed(step: RewrittenStep, path: Path, rules: Sequence[Schema]) -> RewrittenStep | None:
     try:
-        return replayed(step, path, rules)
+        return functools.reduce(lambda here, move: here.moved(move, rules), path, step)
     except InvalidTransform:
         return None
 

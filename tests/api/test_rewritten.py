@@ -17,13 +17,14 @@ from bench._graph.search import ALL, Candidate
 from bench._graph.task import CapturedTask
 from bench._graph.timing import PlacedProgram
 from tests.api.ranks import on_ranks
-from weft.api import auto, planfile, rewritten
+from weft.api import auto, planfile
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh, Placement, S
 from weft.core.program import Program
 from weft.frontend.capture import capture
+from weft.plan import substitute
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.plan import Plan
 from weft.plan.rewritten import PRODUCTS, Move, as_products
@@ -246,6 +247,6 @@ def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: p
 
 def test_auto_leaves_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = DLRM.task().captured()
-    assert len(list(rewritten.promising(captured, Mesh(dp=2), cluster("2xx86-2")))) >= 1
-    monkeypatch.setattr(rewritten, "NODES", 2 * len(captured.program.nodes))
-    assert not list(rewritten.promising(captured, Mesh(dp=2), cluster("2xx86-2")))
+    assert len(list(substitute.promising(captured, Mesh(dp=2), cluster("2xx86-2")))) >= 1
+    monkeypatch.setattr(substitute, "NODES", 2 * len(captured.program.nodes))
+    assert not list(substitute.promising(captured, Mesh(dp=2), cluster("2xx86-2")))

@@ -21,7 +21,7 @@ from weft.frontend.capture import Captured, capture
 from weft.plan.layouts import OnCluster, choose
 from weft.plan.rewritten import RewrittenStep, as_products
 from weft.plan.space import Limits
-from weft.plan.substitute import best_path, replayed, value_rules
+from weft.plan.substitute import best_path, value_rules
 from weft.plan.summaries import rows
 
 RULE = "stack_columns"
@@ -116,4 +116,4 @@ def test_the_same_moves_lead_the_same_way_at_another_batch() -> None:
     first = as_products(small()[0])
     move = next(move for move, _ in first.neighbours(value_rules(), 40) if str(move) == RULE)
     other = as_products(replace(task(), batch=96).captured())
-    assert [n.shape for n in replayed(other, (move,), value_rules()).program.find_all("concat")] == [(96, 4, 48)]
+    assert [n.shape for n in other.moved(move, value_rules()).program.find_all("concat")] == [(96, 4, 48)]

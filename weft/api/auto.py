@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from weft import passes
 from weft.api.pipeline_plans import PipelinePlans
-from weft.api.rewritten import SPELLED, promising
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
@@ -35,8 +34,7 @@ from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
-from weft.plan.replay import moves_of, replayed, rewritten
-from weft.plan.rewritten import Move
+from weft.plan.rewritten import SPELLED, Move, moves_of, replayed, rewritten
 from weft.plan.space import divisors
 from weft.plan.spec import MIXED, Spec
 from weft.transform.noise import measured
@@ -455,6 +453,8 @@ class Pool:
         named = self.programs[best][0]
         if not best.startswith(SOLVER) or named.recompute or not self.captured.gradients:
             return
+        from weft.plan.substitute import promising
+
         for moves in promising(self.captured, named.mesh, self.where):
             name = f"{best} by {', '.join(map(str, moves)) or SPELLED}"
             try:

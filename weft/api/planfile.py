@@ -22,7 +22,7 @@ from weft.frontend.capture import Captured
 from weft.plan.pins import Pin
 from weft.plan.place import Placements, PlacingOptions
 from weft.plan.plan import Plan, load, step_of
-from weft.plan.replay import rewritten
+from weft.plan.rewritten import rewritten
 from weft.plan.spec import MIXED, Spec
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.same_layouts import with_same_layouts

@@ -121,7 +121,7 @@ class Plan:
     @property
     def spec(self) -> Spec:
         """All that is decided."""
-        from weft.plan.replay import moves_of
+        from weft.plan.rewritten import moves_of
 
         return replace(self.setting.spec, moves=moves_of(self.layouts))
 

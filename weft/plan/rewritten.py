@@ -1,26 +1,29 @@
 """Training steps one rule away from a step.
 
 A rule is used anywhere in the step as it stands, or in the forward pass alone: then the gradients are derived anew from the loss as it is now
-written, so that one move changes a value and all that is computed back from it. What a rule makes equal has equal gradients.
+written, so that one move changes a value and all that is computed back from it. What a rule makes equal has equal gradients. A plan file names
+the moves, which are made again on a user's step: each is the use of a proved rule, so the step means what it did.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weft.autodiff import backward
+from weft.core.errors import InvalidTransform, PlanError
 from weft.core.node import Node, constant, make
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.linalg import einsum_op, matmul
 from weft.ops.shape import permute
 from weft.rewrite.schema import Schema
-from weft.rewrite.search import Use, made, uses
+from weft.rewrite.search import Use, both_directions, made, uses
 from weft.rewrite.updates import by_definition, by_rows
 
+SPELLED = "matmul_as_einsum"  # the rule by which matmuls are written as such
 PRODUCTS = {"ak,nk->an": (None, (1, 0)), "an,nk->ak": (None, None), "an,ak->nk": ((1, 0), None)}  # and which operand is transposed
 
 
@@ -37,6 +40,11 @@ class Move:
     def data(self) -> dict[str, Any]:
         """The move in JSON's own types."""
         return {**asdict(self.use), "forward": self.forward}
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Move:
+        """The move of data that has the form of `data`."""
+        return Move(Use(**{k: v for k, v in data.items() if k != "forward"}), data["forward"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,3 +109,43 @@ def as_products(captured: Captured) -> RewrittenStep:
     gradients = {name: made.get(n, n) for name, n in captured.gradients.items() if name in program.input_names}
     step = RewrittenStep(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
     return step._with_loss(outputs["loss"]) if gradients else step
+
+
+# -- the moves that a plan file names, made again on a captured step ---------------------------------------------------------------
+
+
+def moves_of(layouts: Mapping[str, Any]) -> tuple[Move, ...] | None:
+    """The moves in the layouts of a plan; None where it has none, not even that matmuls are written as such."""
+    told = layouts.get("moves")
+    return None if told is None else tuple(map(Move.of, told))
+
+
+def rewritten(captured: Captured, moves: Sequence[Move] | None) -> tuple[Captured, tuple[str, ...]]:
+    """The step after the moves, and the words for them; as it is where there are none."""
+    return (captured, ()) if moves is None else (replayed(captured, moves), tuple(words(moves)))
+
+
+def replayed(captured: Captured, moves: Sequence[Move]) -> Captured:
+    """The step after the moves; refused with the first that cannot be made here. What was known of its repeated blocks is not kept."""
+    from weft.rewrite.certificate import proved_rules
+
+    step, rules = as_products(captured), both_directions(proved_rules())
+    for k, move in enumerate(moves, 1):
+        which = f"move {k} of {len(moves)} cannot be made"
+        if move.forward and not step.gradients:
+            raise PlanError(f"{which}: {move} is for the forward pass", needed="gradients that follow from it", found="others")
+        try:
+            step = step.moved(move, rules)
+        except InvalidTransform as e:
+            raise PlanError(f"{which}: {e.message}", needed=e.needed, found=e.found) from e
+    return replace(captured, program=step.program, gradients=step.gradients, blocks=())
+
+
+def words(moves: Sequence[Move]) -> Iterator[str]:
+    """What is done to a step, its rule first."""
+    yield f"{SPELLED} backwards at every matmul, gradients derived anew"
+    for move in moves:
+        use = move.use
+        turned = " backwards" if use.rule.endswith("~") else ""
+        where = f"{use.op} {use.at}" + (f" and {use.places - 1} alike" if use.places > 1 else "")
+        yield f"{use.rule.rstrip('~')}{turned} at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")

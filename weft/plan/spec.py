@@ -24,7 +24,6 @@ from weft.core.layout import Mesh
 from weft.plan.pins import parse_pin
 from weft.plan.rewritten import Move
 from weft.plan.schedules import CHUNKED, PLAIN, SCHEDULES, Schedule
-from weft.rewrite.search import Use
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 NUMBERS = ("dp", "cp", "ep", "tp", "pp", "zero", "shards", "micro", "virtual")
@@ -224,7 +223,7 @@ class Spec:
         """The Spec of data that has the form of `data`."""
         own = {k: _tupled(v) if k in TUPLES else v for k, v in data.items()}
         if "moves" in own:
-            own["moves"] = tuple(Move(Use(**{k: v for k, v in m.items() if k != "forward"}), m["forward"]) for m in own["moves"])
+            own["moves"] = tuple(map(Move.of, own["moves"]))
         return Spec(**own | {"open": frozenset(own.get("open", ()))})
 
 

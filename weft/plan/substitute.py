@@ -6,16 +6,17 @@ A program costs what the layout ILP makes of it on the mesh; tables are updated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
 from weft.core.layout import Mesh
 from weft.core.node import toposort
 from weft.core.program import Program
+from weft.frontend.capture import Captured
 from weft.ops.registry import Kind, flops
 from weft.plan.layouts import OnCluster, Rates, choose
-from weft.plan.rewritten import Move, RewrittenStep, as_run
+from weft.plan.rewritten import Move, RewrittenStep, as_products, as_run
 from weft.rewrite.pattern import Star
 from weft.rewrite.prove.instances import declared
 from weft.rewrite.prove.shapes import base_labels
@@ -25,6 +26,8 @@ from weft.rewrite.search import best_first, both_directions
 RELAX = 1.05  # a step this much dearer than the best is still followed
 EFFORT = 5e6  # work of one ILP while searching
 GAIN = 1e-6  # of the price, below which two steps cost the same
+NODES = 2000  # of all steps that are priced together: about two seconds
+FEWEST = 3  # steps that must be priced for a search to be worth it
 
 Path = tuple[Move, ...]
 Price = Callable[[Program], float]
@@ -63,13 +66,6 @@ def best_path(step: RewrittenStep, price: Price, rules: Sequence[Schema], budget
     return found.rules
 
 
-def replayed(step: RewrittenStep, path: Path, rules: Sequence[Schema]) -> RewrittenStep:
-    """The same moves on a step of the same structure."""
-    for move in path:
-        step = step.moved(move, rules)
-    return step
-
-
 def on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
     prices = OnCluster(part, mesh)
 
@@ -80,3 +76,14 @@ def on_mesh(mesh: Mesh, part: Cluster, rounds: int) -> Price:
             return float("inf")
 
     return price
+
+
+def promising(captured: Captured, mesh: Mesh, where: Cluster) -> Iterator[Path]:
+    """Moves after which the step may cost less: none, where matmuls are only written as such, and the best found. The steps that are priced
+    have so many nodes together; a step that is larger is left as it is."""
+    most = NODES // len(captured.program.nodes)
+    if most < FEWEST:
+        return
+    yield ()
+    path = best_path(as_products(captured), on_mesh(mesh, where, 1), value_rules(), 1, most - 1)
+    yield from [path] if path else []

@@ -14,7 +14,7 @@ from weft.cost.memory import needed
 from weft.cost.simulate import predict
 from weft.cost.timeline import Seen
 from weft.plan.plan import Plan, step_of
-from weft.plan.replay import moves_of, rewritten
+from weft.plan.rewritten import moves_of, rewritten
 from weft.plan.space import Limits
 from weft.report.facts import Curve, View
 
