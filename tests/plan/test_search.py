@@ -132,8 +132,8 @@ def test_unequal_devices_share_by_speed() -> None:
     base = next(c for c in candidates(search.problem, BASELINES["zero1"], Limits(pins={"micro_batch": "1"})))
     even, made = search.price(replace(base, zero=1)), shared(search, replace(base, zero=1))
     assert even is not None and made is not None
-    assert made.seconds < even.seconds and sum(s.samples for s in made.shares) == 512
-    assert {s.kind for s in made.shares} == {"A100", "H100"}
+    assert made.seconds < even.seconds and sum(copies * micro * rounds for _, copies, micro, rounds in made.setting.shares) == 512
+    assert {kind for kind, *_ in made.setting.shares} == {"A100", "H100"}
     assert as_if(search.cluster, search.cluster.groups[1]).device.name == "H100"
 
 

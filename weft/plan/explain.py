@@ -22,7 +22,7 @@ from weft.plan.setting import DECISIONS as NAMES
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem
 from weft.plan.spec import MIXED
-from weft.plan.stages import Shared, shared
+from weft.plan.stages import shared
 
 DECISIONS = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "sequence_parallel")
 FACTORS = (2, 4, 8, 16)
@@ -226,22 +226,23 @@ def explain_shares(search: Search, plan: Plan, progress: Callable[[str], None] =
             yield _of_shares(search, decision, str(value), chosen, other, f"{describe(other.setting)}, {shares_text(other)}")
 
 
-def shares_text(found: Shared) -> str:
-    return " and ".join(f"{s.samples} samples on {s.copies} replicas of {s.kind}" for s in found.shares)
+def shares_text(found: Found) -> str:
+    shares = found.setting.shares
+    return " and ".join(f"{copies * micro * rounds} samples on {copies} replicas of {kind}" for kind, copies, micro, rounds in shares)
 
 
-def _of_shares(search: Search, decision: str, value: str, chosen: Shared, other: Shared | Found, text: str) -> Reason:
+def _of_shares(search: Search, decision: str, value: str, chosen: Found, other: Found, text: str) -> Reason:
     ms, gb = (other.seconds - chosen.seconds) * 1e3, (other.memory - chosen.memory) / 1e9
     when, factor = _network_flips(search, chosen, other)
-    why = "every copy waits for the slowest kind" if isinstance(other, Found) else "the slowest kind is later done"
+    why = "every copy waits for the slowest kind" if not other.setting.shares else "the slowest kind is later done"
     return Reason(decision, value, text, ms, gb, why, when, factor, other.setting)
 
 
-def _network_flips(search: Search, chosen: Shared, other: Shared | Found) -> tuple[str, float]:
+def _network_flips(search: Search, chosen: Found, other: Found) -> tuple[str, float]:
     def wins(rate: float) -> bool:
         there = search.of(replace(search.problem, cluster=scaled(search.cluster, rate)))
         ours = shared(there, chosen.setting)
-        theirs = shared(there, other.setting) if isinstance(other, Shared) else there.price(other.setting)
+        theirs = shared(there, other.setting) if other.setting.shares else there.price(other.setting)
         return ours is not None and theirs is not None and theirs.seconds < ours.seconds
 
     return network_flips(wins)

@@ -17,12 +17,12 @@ from weft.cost.price import compiles
 from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.blocks import FEW, Stack
 from weft.plan.partition import even_layers
-from weft.plan.plan import Plan, nine_digits, rounded_ms
-from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness
+from weft.plan.plan import Plan, rounded_ms
+from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness, rank
 from weft.plan.setting import Setting, require_count
 from weft.plan.space import Limits, PlanProblem, divisors
 from weft.plan.spec import MIXED, Spec
-from weft.plan.stages import Shared, shared, uneven, with_shares
+from weft.plan.stages import shared, uneven
 from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
 
@@ -227,7 +227,7 @@ def _nearest_program(
 
 def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible:
     search, objective = Search(problem, request.limits), request.objective
-    pool: dict[str, Found | Shared] = {}
+    pool: dict[str, Found] = {}
     lacking: dict[str, str] = {}
     least = math.inf
     for name, space in {"weft": EVERYTHING, **BASELINES}.items():
@@ -256,14 +256,14 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
     return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, objective)})
 
 
-def _advice(search: Search, exact: Mapping[str, Found | Shared], objective: str) -> dict[str, Any]:
+def _advice(search: Search, exact: Mapping[str, Found], objective: str) -> dict[str, Any]:
     """The fastest of the plans found, were an odd size of the model's tables padded: what its user may do, and nobody else for them. That saves
     time, against the fastest as the model is, and no memory."""
     odd = search.problem.shape.odd
     if not odd or objective == "memory":
         return {}
     other = Padded(search.problem, search.limits)
-    tried = [other.price(f.setting) for f in exact.values() if isinstance(f, Found)]
+    tried = [other.price(f.setting) for f in exact.values() if not f.setting.shares]
     fits = [_exactly(other, t) for t in tried if t is not None and t.memory <= other.memory]
     found = min(fits, key=lambda f: (f.seconds, plainness(f.setting)), default=None)
     if found is None or found.seconds > (1 - WORTH) * min(f.seconds for f in exact.values()):
@@ -273,21 +273,21 @@ def _advice(search: Search, exact: Mapping[str, Found | Shared], objective: str)
     return {"padded_ms": {f"pad the vocabulary {odd} -> {rounded(odd)}, with {describe(found.setting)}": rounded_ms(found.seconds)}}
 
 
-def _overlapped(search: Search, exact: Mapping[str, Found | Shared]) -> dict[str, Found | Shared]:
+def _overlapped(search: Search, exact: Mapping[str, Found]) -> dict[str, Found]:
     """What a system of today does, with what it does not overlap overlapped: as simple, and no slower."""
-    made: dict[str, Found | Shared] = {}
+    made: dict[str, Found] = {}
     for name, found in exact.items():
         s = replace(found.setting, overlap_grads=True, overlap_params=True, overlap_sends=True)
-        if isinstance(found, Found) and s != found.setting:
+        if not found.setting.shares and s != found.setting:
             other = search.price(s)
             made |= {f"{name}{OVERLAPPED}": _exactly(search, other)} if other is not None and other.memory <= search.memory else {}
     return made
 
 
-def _known_difference(search: Search, pool: Mapping[str, Found | Shared], objective: str) -> float:
+def _known_difference(search: Search, pool: Mapping[str, Found], objective: str) -> float:
     """How far apart (in ln) the times of two plans are known to differ. Measured steps tell it of those that compute; of one whose devices wait
     for the host, launches decide, which no measured step tells: there plans are known no better than any time is."""
-    best = pool[min(pool, key=lambda n: _rank(pool[n], objective))]
+    best = pool[min(pool, key=lambda n: rank(pool[n], objective))]
     causes = _breakdown(search, best)["causes_ms"]
     if causes.get("host", 0.0) <= causes.get("compute", 0.0):
         return equal_within()
@@ -295,7 +295,7 @@ def _known_difference(search: Search, pool: Mapping[str, Found | Shared], object
 
 
 def choose(
-    pool: Mapping[str, Found | Shared], objective: str, fastest: bool = False, room: float = math.inf, within: float | None = None
+    pool: Mapping[str, Found], objective: str, fastest: bool = False, room: float = math.inf, within: float | None = None
 ) -> tuple[str, list[str]]:
     """The plan to take, by name, and those that are equal to it.
 
@@ -303,7 +303,7 @@ def choose(
     nearly fill the memory there is `room` for before those that do, equal layers and shares before uneven ones, then `plainness`. Memory is what
     it is: by that objective nothing is equal.
     """
-    order = sorted(pool, key=lambda n: (*_rank(pool[n], objective), n != "weft"))
+    order = sorted(pool, key=lambda n: (*rank(pool[n], objective), n != "weft"))
     if fastest or objective == "memory":
         return order[0], []
     near = pool[order[0]].seconds * math.exp(equal_within() if within is None else within)
@@ -312,26 +312,26 @@ def choose(
     return best, [n for n in equal if n != best]
 
 
-def _uneven(found: Found | Shared) -> bool:
-    return isinstance(found, Shared) or bool(found.setting.stages)
+def _uneven(found: Found) -> bool:
+    return bool(found.setting.shares or found.setting.stages)
 
 
-def _unequal(search: Search, request: Request, pool: dict[str, Found | Shared], say: Say) -> dict[str, Found | Shared]:
+def _unequal(search: Search, request: Request, pool: dict[str, Found], say: Say) -> dict[str, Found]:
     """Layers split by the time of stages; on unequal devices also the batch by their speed."""
-    made: list[Found | Shared] = []
-    settings = [f.setting for f in pool.values() if isinstance(f, Found) and f.setting.recompute != MIXED]  # those have stages of their own
+    made: list[Found] = []
+    settings = [f.setting for f in pool.values() if f.setting.recompute != MIXED]  # those have stages of their own
     if not search.cluster.uniform:
         say("unequal devices: splitting layers and batch by speed")
         settings += settings_on_unequal(search)
     for s in dict.fromkeys(settings):
         tried = [uneven(search, s), *([shared(search, s)] if not search.cluster.uniform else [])]
         made += [t for t in tried if t is not None and t.memory <= _budget(search, t)]
-    best = min(made, key=lambda f: _rank(f, request.objective), default=None)
+    best = min(made, key=lambda f: rank(f, request.objective), default=None)
     return {"weft, uneven": best} if best is not None else {}
 
 
-def _budget(search: Search, found: Found | Shared) -> float:
-    return search.memory if isinstance(found, Found) else float("inf")  # shares were checked kind by kind
+def _budget(search: Search, found: Found) -> float:
+    return math.inf if found.setting.shares else search.memory  # shares were checked kind by kind
 
 
 def settings_on_unequal(search: Search) -> list[Setting]:
@@ -345,14 +345,9 @@ def settings_on_unequal(search: Search) -> list[Setting]:
     return found
 
 
-def _rank(found: Found | Shared, objective: str) -> tuple[float, float]:
-    both = nine_digits(found.seconds), nine_digits(found.memory)
-    return (both[1], both[0]) if objective == "memory" else both
-
-
-def _exactly(search: Search, found: Found | Shared) -> Found | Shared:
+def _exactly(search: Search, found: Found) -> Found:
     """With every micro-batch simulated, where only the first rounds were."""
-    if isinstance(found, Shared) or _tasks(found.setting) > EXACT:
+    if found.setting.shares or _tasks(found.setting) > EXACT:
         return found
     step = search.step(found.setting)
     return replace(found, seconds=step.seconds, memory=step.peak_memory.total)
@@ -363,8 +358,8 @@ def _tasks(s: Setting) -> int:
 
 
 def _record(
-    request: Request, search: Search, found: Found | Shared, origin: str, others: dict[str, float], lacking: dict[str, str],
-    pool: dict[str, Found | Shared],
+    request: Request, search: Search, found: Found, origin: str, others: dict[str, float], lacking: dict[str, str],
+    pool: dict[str, Found],
 ) -> Plan:  # fmt: skip
     p, s = search.problem, found.setting
     tokens = s.global_batch * max(1, p.shape.seq)
@@ -373,21 +368,19 @@ def _record(
     predicted = {
         "step_ms": rounded_ms(found.seconds), "tokens_per_s": float(f"{tokens / found.seconds:.6g}"),
         "mfu": float(f"{p.shape.flops_per_token * tokens / found.seconds / peak:.4g}"), "memory_gb": float(f"{found.memory / 1e9:.4g}"),
-        "gap": float(f"{free.gap if isinstance(free, Found) else 0.0:.3g}"), **_breakdown(search, found),
+        "gap": float(f"{free.gap if free else 0.0:.3g}"), **_breakdown(search, found),
         **({"experts": p.shape.experts} if p.shape.experts else {}),
     }  # fmt: skip
-    if isinstance(found, Shared):
-        s = with_shares(s, found.shares)
-    elif s.pp > 1 and not s.stages:
+    if s.pp > 1 and not s.stages:
         s = s.with_layers(even_layers(p.depth, s.virtual_stages))
     return Plan(
         request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, request.limits.data(), predicted, others, lacking,
     )  # fmt: skip
 
 
-def _breakdown(search: Search, found: Found | Shared) -> dict[str, Any]:
+def _breakdown(search: Search, found: Found) -> dict[str, Any]:
     """Where the time of the busiest stage goes; not told of unequal copies, whose kinds differ."""
-    if isinstance(found, Shared):
+    if found.setting.shares:
         return {"causes_ms": {}, "memory_parts_gb": {}}
     s = found.setting
     m = s.micro_batches

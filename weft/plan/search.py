@@ -462,10 +462,15 @@ def _key(found: Found, objective: str) -> float:
     return found.memory if objective == "memory" else found.seconds
 
 
-def _order(found: Found, objective: str) -> tuple[object, ...]:
-    """By the objective, then by the other, then the plainer; steps equal to nine digits are equal."""
+def rank(found: Found, objective: str) -> tuple[float, float]:
+    """By the objective, then by the other; steps equal to nine digits are equal."""
     seconds, memory = nine_digits(found.seconds), nine_digits(found.memory)
-    return (*((memory, seconds) if objective == "memory" else (seconds, memory)), plainness(found.setting))
+    return (memory, seconds) if objective == "memory" else (seconds, memory)
+
+
+def _order(found: Found, objective: str) -> tuple[object, ...]:
+    """Of equal ones the plainer."""
+    return (*rank(found, objective), plainness(found.setting))
 
 
 def plainness(s: Setting) -> tuple[object, ...]:

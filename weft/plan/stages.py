@@ -68,34 +68,6 @@ class _Stages:
 # --- copies of unequal speed
 
 
-@dataclass(frozen=True)
-class Share:
-    """What each copy on one kind of device takes of a step."""
-
-    kind: str
-    copies: int
-    micro_batch: int
-    micro_batches: int
-
-    @property
-    def samples(self) -> int:
-        return self.copies * self.micro_batch * self.micro_batches
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A setting whose copies take unequal shares of the batch."""
-
-    setting: Setting
-    shares: tuple[Share, ...]
-    seconds: float
-    memory: float
-
-
-def with_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
-    return with_batch_shares(setting, [(x.kind, x.copies, x.micro_batch, x.micro_batches) for x in shares])
-
-
 def split_batch(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:
     """How many of `total` each copy of every kind takes, at least one; `seconds(kind, n)` is what n take on that kind.
 
@@ -123,10 +95,10 @@ def as_if(cluster: Cluster, group: Nodes) -> Cluster:
     return Cluster(f"{cluster.text} as {profile.name}", (Nodes(cluster.devices // cluster.node_size, cluster.node_size, profile),))
 
 
-def shared(search: Search, setting: Setting) -> Shared | None:
-    """Copies that lie on one kind of device each take samples by its speed. Each kind is simulated as though all copies were of
-    it, with the share its copies take: a copy meets the others in collectives alone, and those wait for the slowest."""
-    cluster, s = search.cluster, setting
+def shared(search: Search, setting: Setting) -> Found | None:
+    """The setting with shares of the batch: copies that lie on one kind of device each take samples by its speed. Each kind is simulated as though
+    all copies were of it, with the share its copies take: a copy meets the others in collectives alone, and those wait for the slowest."""
+    cluster, s = search.cluster, replace(setting, shares=(), shards=0)
     per = s.tp * s.cp
     if s.pp > 1 or s.replicas == 1 or any(g.devices % per for g in cluster.groups):
         return None
@@ -134,7 +106,7 @@ def shared(search: Search, setting: Setting) -> Shared | None:
     views = search.views
     if not views:
         views += [search.of(replace(search.problem, cluster=as_if(cluster, g))) for g in cluster.groups]
-    best: Shared | None = None
+    best: Found | None = None
     for by_size in (True, False):
         made = _dealt(views, s, counts, by_size)
         if made is not None and (best is None or made.seconds < best.seconds):
@@ -142,7 +114,7 @@ def shared(search: Search, setting: Setting) -> Shared | None:
     return best
 
 
-def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: bool) -> Shared | None:
+def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: bool) -> Found | None:
     """`by_size`: copies take as many micro-batches of unequal size, which every sharding allows; else more or fewer of one size."""
     if not by_size and s.zero >= 2 and not s.gather_once:
         return None  # each micro-batch has its collectives, so all copies must have as many
@@ -163,9 +135,8 @@ def _dealt(views: Sequence[Search], s: Setting, counts: Sequence[int], by_size: 
     found = [view.price(at(n)) for view, n in zip(views, taken, strict=True)]
     if any(f is None or f.memory > v.memory for f, v in zip(found, views, strict=True)):
         return None
-    kinds = [v.cluster.device.name for v in views]
-    shares = tuple(
-        Share(kind, count, n if by_size else s.micro_batch, s.micro_batches if by_size else n)
-        for kind, count, n in zip(kinds, counts, taken, strict=True)
-    )
-    return Shared(s, shares, max(f.seconds for f in found if f), max(f.memory for f in found if f))
+    shares = [
+        (v.cluster.device.name, copies, n if by_size else s.micro_batch, s.micro_batches if by_size else n)
+        for v, copies, n in zip(views, counts, taken, strict=True)
+    ]
+    return Found(with_batch_shares(s, shares), max(f.seconds for f in found if f), max(f.memory for f in found if f))
