@@ -18,7 +18,7 @@ from weft.plan.fits import will_fit
 from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import memory_of
-from weft.plan.sizes import STATE, Sized, Trained, Watched, model_of, shape_of, watch
+from weft.plan.sizes import STATE, Stacked, Trained, Watched, model_of, shape_of, watch
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
@@ -152,7 +152,7 @@ def test_refusals(config: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UnknownName, match="no config of Hugging Face"):
         model_of(str(tmp_path / "other.json"))
-    assert isinstance(model_of("gpt2"), Sized)
+    assert isinstance(model_of("gpt2"), Stacked)
 
 
 def test_experts_are_spread_where_sharding_alone_is_not_enough() -> None:

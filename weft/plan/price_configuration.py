@@ -18,7 +18,7 @@ from weft.plan.plan import Plan
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
-from weft.plan.sizes import Sized, model_of
+from weft.plan.sizes import Stacked, model_of
 from weft.plan.space import Limits, PlannedModel, PlanProblem
 from weft.plan.transformer import Shape, is_transformer
 from weft.plan.transformer import shape as named_shape
@@ -80,7 +80,7 @@ def _shape(model: str, found: Read, seq: int) -> Shape:
         if not model.endswith(".json") and is_transformer(model):
             return named_shape(model, **({"seq": seq} if seq else {}))
         made = model_of(model, seq)
-        if isinstance(made, Sized):
+        if isinstance(made, Stacked) and made.shape is not None:
             return made.shape
         raise PlanError(f"{model} is not priced by its sizes", needed="a stack of transformer layers", found=model, try_="weft plan, which captures any model")
     if not found.model:

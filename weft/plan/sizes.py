@@ -17,7 +17,6 @@ from weft.core.schema import short
 from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape, is_transformer
-from weft.plan.transformer import shape as named_shape
 from weft.plan.workload import Block, Workload
 
 STATE = {  # bytes a parameter next to its copy in fp32
@@ -50,13 +49,26 @@ class Trained:
         return replace(block, trained=self.lora * wide) if self.lora else block
 
 
+@dataclass(frozen=True)
 class Stacked:
-    """A model that is counted by its captured blocks."""
+    """A model that is counted by its captured blocks: of a name or a Hugging Face folder, or of a module that has these sizes."""
 
-    how: Trained
+    name: str
+    length: int = 0
+    shape: Shape | None = None
+    how: Trained = field(default_factory=Trained)
 
     def stack(self, dtype: str = "bf16") -> Stack:
-        raise NotImplementedError
+        from weft.plan.planner import captured_stack, sized_stack
+
+        return sized_stack(self.shape, dtype) if self.shape is not None else captured_stack(self.name, dtype, self.length)[0]
+
+    @property
+    def seq(self) -> int:
+        return self.shape.seq if self.shape is not None else self.length or self.stack().seq
+
+    def with_seq(self, seq: int) -> Stacked:
+        return replace(self, length=seq, shape=replace(self.shape, seq=seq) if self.shape is not None else None)
 
     @property
     def params(self) -> float:
@@ -77,54 +89,6 @@ class Stacked:
         stack = self.stack(s.dtype)
         made = stack.work(s)
         return replace(made, first=self.how.on(made.first, 0), layer=self.how.on(made.layer, stack.wide / s.tp), last=self.how.on(made.last, 0))
-
-
-@dataclass(frozen=True)
-class Sized(Stacked):
-    """A model by its sizes, captured from a module that has them."""
-
-    shape: Shape
-    known: str = ""  # by name
-    how: Trained = field(default_factory=Trained)
-
-    def stack(self, dtype: str = "bf16") -> Stack:
-        from weft.plan.planner import captured_stack, sized_stack
-
-        if not self.known:
-            return sized_stack(self.shape, dtype)
-        return captured_stack(self.known, dtype, 0 if self.seq == named_shape(self.known).seq else self.seq)[0]
-
-    @property
-    def name(self) -> str:
-        return self.shape.name
-
-    @property
-    def seq(self) -> int:
-        return self.shape.seq
-
-    def with_seq(self, seq: int) -> Sized:
-        return replace(self, shape=replace(self.shape, seq=seq))
-
-
-@dataclass(frozen=True)
-class Sourced(Stacked):
-    """A model of a Hugging Face folder, captured as it is."""
-
-    name: str
-    length: int = 0
-    how: Trained = field(default_factory=Trained)
-
-    def stack(self, dtype: str = "bf16") -> Stack:
-        from weft.plan.planner import captured_stack
-
-        return captured_stack(self.name, dtype, self.length)[0]
-
-    @property
-    def seq(self) -> int:
-        return self.stack().seq
-
-    def with_seq(self, seq: int) -> Sourced:
-        return replace(self, length=seq)
 
 
 @dataclass(frozen=True)
@@ -174,7 +138,7 @@ class Watched:
         return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, self.params, 0.0, stages=(blocks,))
 
 
-Model = Sized | Sourced | Watched
+Model = Stacked | Watched
 
 
 def model_of(source: str, seq: int = 0) -> Model:
@@ -188,7 +152,7 @@ def model_of(source: str, seq: int = 0) -> Model:
         needed = "a config.json of Hugging Face, a folder with one, or a known name such as llama3-8b"
         raise UnknownName(f"no config and no model named {source!r}", needed=needed, found=repr(source), try_="download the config.json first") from error
     if known:
-        return Sized(named_shape(source, **({"seq": seq} if seq else {})), source)
+        return Stacked(source, seq)
     return _watched_source(source, seq)
 
 
@@ -200,7 +164,7 @@ def _of_config(path: Path, seq: int) -> Model:
     if not isinstance(config, Mapping) or "model_type" not in config:
         raise UnknownName(f"{path} is no config of Hugging Face", needed="a config.json with a model_type", found=short(config))
     made = shape_of(config, seq)
-    return Sized(made) if made is not None else _of_folder(f"hf:{path.parent}", seq)
+    return Stacked(made.name, shape=made) if made is not None else _of_folder(f"hf:{path.parent}", seq)
 
 
 def _of_folder(source: str, seq: int) -> Model:
@@ -208,7 +172,7 @@ def _of_folder(source: str, seq: int) -> Model:
     try:
         return _watched_source(source, seq)
     except PlanError as refused:
-        captured = Sourced(source, seq)
+        captured = Stacked(source, seq)
         try:
             captured.stack()
         except Exception:  # as it said in words when it ran without values
