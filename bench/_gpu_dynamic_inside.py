@@ -7,7 +7,7 @@ import torch
 from bench._gpu_time import in_graph, on_device
 from bench._trees import products
 from weft import dynamic
-from weft.dynamic import matmul
+from weft.runtime import split_matmul
 
 DEVICE = torch.device("cuda")
 
@@ -40,7 +40,7 @@ def products_us() -> dict[str, float]:
 def chosen_products() -> dict[str, str]:
     """Which products run in parts and how, by rows and sizes."""
     out: dict[str, str] = {}
-    for (kind, size, *sizes, _), plan in matmul._chosen.items():
+    for (kind, size, *sizes, _), plan in split_matmul._chosen.items():
         way = "torch" if plan is None else f"{plan.tile.BM}x{plan.tile.BN}x{plan.tile.BK} by {plan.shares}"
         out[f"{kind}: {2 ** (size / 4):.0f} {sizes}"] = way
     return out

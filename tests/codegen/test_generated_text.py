@@ -16,7 +16,7 @@ from weft.autodiff import grad
 from weft.codegen.expr import const
 from weft.codegen.peepholes import peepholes_of
 from weft.codegen.text import CPP, Writer, python
-from weft.codegen.to_cpu import _number
+from weft.codegen.to_cpu import number
 from weft.core.layout import Mesh
 from weft.core.text import parse
 from weft.frontend.trace import f64, trace
@@ -58,7 +58,7 @@ def test_every_setting_is_valid_python() -> None:
 
 
 def test_every_number_is_valid_cpp() -> None:
-    writer = Writer(CPP, _number, lambda text, dtype: text)
+    writer = Writer(CPP, number, lambda text, dtype: text)
     texts = [writer.text(const(x)) for x in (math.inf, -math.inf, math.nan, -0.0, 2.0, 0.5, 1e30)]
     assert texts == ["real(INFINITY)", "real(-INFINITY)", "real(NAN)", "real(-0.0)", "2", "real(0.5)", "real(1e+30)"]
 

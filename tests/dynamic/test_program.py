@@ -33,6 +33,27 @@ def lstm() -> tuple[nn.Module, dynamic.Model, dynamic.Structure]:
     return cell, sequence.lstm(cell), dynamic.chains([3, 1, 5, 2])
 
 
+def peaked() -> tuple[nn.Module, dynamic.Model, dynamic.Structure]:
+    """Each state over its largest part, which ranks that hold parts of it find together."""
+
+    class Peaked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word, self.before = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, v: dynamic.Vertex) -> None:
+            h = torch.exp(torch.tanh(self.word(v.pull("x")) + self.before(v.gather("h", 0))))
+            h = h / h.amax(1, keepdim=True)
+            v.scatter(h=h)
+            v.push(h=h)
+
+    cell = Peaked().double()
+    return cell, dynamic.Model(cell, {"h": 4}), dynamic.chains([3, 1, 5, 2])
+
+
+MODELS = {"lstm": lstm, "child_sum": child_sum, "peaked": peaked}
+
+
 @pytest.mark.parametrize("make", [child_sum, lstm])
 def test_a_function_written_out_and_run_again_is_the_same(make: Any) -> None:
     torch.manual_seed(0)
@@ -100,6 +121,7 @@ PLACES = {
         "word.weight": S(0, within=4), "word.bias": S(0, within=4), "below.weight": S(0, within=4), "forget.weight": S(0),
         "forget.bias": S(0),
     },
+    "peaked": {"word.weight": S(0), "word.bias": S(0), "before.weight": S(0), "before.bias": S(0)},
 }  # fmt: skip
 
 
@@ -108,9 +130,9 @@ def _sharded(rank: int, store: str, name: str, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
-    _, model, s = {"lstm": lstm, "child_sum": child_sum}[name]()
+    _, model, s = MODELS[name]()
     x = torch.randn(s.vertices, 3, **X).requires_grad_()
-    function, states = dynamic.shard(dynamic.program(model, x), Mesh(tp=2), {"h": S(0), "c": S(0)}, PLACES[name], rank)
+    function, states = dynamic.shard(dynamic.program(model, x), Mesh(tp=2), dict.fromkeys(model.states, S(0)), PLACES[name], rank)
     out = dynamic.Model(function, states)(s, x, at="all")
     out.square().sum().backward()
     shares = {n.removeprefix("param."): (tuple(w.shape), w.grad.tolist()) for n, w in function.weights.items()}
@@ -133,12 +155,12 @@ def test_two_ranks_share_the_weights_of_a_vertex_function(name: str, tmp_path: P
             process.join(5)
             process.kill()
     torch.manual_seed(0)
-    cell, model, s = {"lstm": lstm, "child_sum": child_sum}[name]()
+    cell, model, s = MODELS[name]()
     x = torch.randn(s.vertices, 3, **X).requires_grad_()
     out = model(s, x, at="all")
     out.square().sum().backward()
     for rank, states, values, dx, shares in found:
-        assert states == {"h": (2,), "c": (2,)}
+        assert states == dict.fromkeys(model.states, (2,))
         assert torch.allclose(torch.tensor(values, **X), out, atol=1e-12)
         assert torch.allclose(torch.tensor(dx, **X), x.grad, atol=1e-12)
         for weight, (shape, grad) in shares.items():

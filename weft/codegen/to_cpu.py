@@ -49,7 +49,7 @@ class _Emitter:
         return "\n".join([*head, *parts, *self.entry(), ""])
 
     def phase(self, phase: Phase) -> list[str]:
-        writer = Writer(CPP, _number, self._cast)
+        writer = Writer(CPP, number, self._cast)
         body = [*self._scalar_lines(phase, writer), *self._pointer_lines(phase), *self._loop(phase, writer)]
         sums = ", double *sums" if phase.totals else ""
         return [
@@ -233,7 +233,7 @@ def reader_name(reader: Value) -> str:
     return f"{reader.slot.name}_{reader.name}" if reader.fn == "reduce" else f"{reader.slot.name}_value"
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
     if not math.isfinite(x):
         return f"real({'-' if x < 0 else ''}{'NAN' if math.isnan(x) else 'INFINITY'})"
     return f"real({x!r})" if x != int(x) or abs(x) > 1e9 or math.copysign(1.0, x) < 0 and x == 0 else f"{int(x)}"

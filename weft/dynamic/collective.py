@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from weft.codegen.local_memory import local_shape_of, partial_op
 from weft.core.errors import StructureError
 from weft.core.layout import Layout
 from weft.core.node import Node, Type
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, slice_
 from weft.ops.registry import Kind, define
+from weft.runtime import comm
 
 Groups = Mapping[str, Any]  # axis -> process group of this rank along it; the default group where none is named
 
@@ -34,29 +34,30 @@ class Exchange:
     at: tuple[tuple[str, int], ...]
     group: Any
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What the rank is to hold, in its shape there. Rows come before what is sharded, however many there are."""
+        if self.kind == "all_reduce":
+            return comm.all_reduce(x, self.group, partial_op(self.have, self.axis)).wait()  # type: ignore[no-any-return]
+        if self.kind == "reduce_scatter":
+            part, op = local_shape_of(self.want, self.axis, dict(self.at)), partial_op(self.have, self.axis)
+            span = (-1, part.full, part.after)
+            return comm.reduce_scatter(x, self.group, op, span=span, mine=part.mine, shape=shape).wait()  # type: ignore[no-any-return]
         if self.kind == "slice":
-            return self._mine(x)
-        if self.kind in ("all_reduce", "reduce_scatter"):
-            total = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.group)
-            return total if self.kind == "all_reduce" else self._mine(total)
-        whole = self._gathered(x)
-        return whole if self.kind == "all_gather" else self._mine(whole)
+            return self._mine(x, shape)
+        part, whole = local_shape_of(self.have, self.axis, dict(self.at)), self.have.uncut(self.axis)
+        full = shape if self.kind == "all_gather" else _of_rows(whole.local_shape(dict(self.at)))
+        gathered = comm.all_gather(x, self.group, span=(-1, part.mine, part.after), whole=part.full, shape=full).wait()
+        return gathered if self.kind == "all_gather" else self._mine(gathered, shape)
 
-    def _mine(self, x: Tensor) -> Tensor:
+    def _mine(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The part of a value replicated along the axis that this rank is to hold."""
-        dim = _sharded_dim(self.want, self.axis)
-        return x.index_select(dim, self.want.positions(dim, dict(self.at)).to(x.device))
+        part = local_shape_of(self.want, self.axis, dict(self.at))
+        return comm.cut(x, span=(-1, part.full, part.after), start=part.start, stop=part.start + part.mine, shape=shape)
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        """What every rank along the axis holds, put together."""
-        dim, size = _sharded_dim(self.have, self.axis), self.have.mesh.size(self.axis)
-        places = [self.have.positions(dim, {**dict(self.at), self.axis: k}) for k in range(size)]
-        parts = [x.new_empty([len(p) if d == dim else n for d, n in enumerate(x.shape)]) for p in places]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        order = torch.argsort(torch.cat(places)).to(x.device)
-        return torch.cat(parts, dim).index_select(dim, order)
+
+def _of_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """However many rows there are."""
+    return tuple(-1 if n and any(n % unit == 0 for unit in (ROWS, EDGES)) else n for n in shape)
 
 
 _KNOWN: list[Exchange] = []
@@ -80,13 +81,7 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
     return _KNOWN.index(made)
 
 
-def _sharded_dim(layout: Layout, axis: str) -> int:
-    found = layout.where_sharded(axis)
-    assert found is not None
-    return found[0]
-
-
 exchange = define(
     "exchange", kind=Kind.WHOLE, infer=lambda types, attrs: Type(types[0].dtype, Layout.of(types[0].mesh, attrs["shape"])),
-    run=lambda x, key, shape: _KNOWN[key].run(x), doc="a collective seen from one rank, by the number it is known under",
+    run=lambda x, key, shape: _KNOWN[key].run(x, shape), doc="a collective seen from one rank, by the number it is known under",
 )  # fmt: skip

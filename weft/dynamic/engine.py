@@ -40,7 +40,6 @@ class Plan:
     sent: set[Key]
     dtype: torch.dtype
     backward: bool
-    triton: bool  # what the kernels are written in
     in_parts: bool = False  # float32 matmuls as several of fewer bits, where torch is asked to keep full precision
 
 

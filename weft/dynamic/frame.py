@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.core.node import Node
-from weft.dynamic import emit_triton, matmul
 from weft.dynamic.cell import Cell
+from weft.dynamic.compiled import Bound, Code, Span
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.lower import reads, run
 from weft.dynamic.phases import base, domain, is_view
@@ -20,11 +20,10 @@ from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
+from weft.runtime import split_matmul
 
 GLOBAL = ("state", "message", "push", "output")  # buffers over all classes
-Span = tuple[int, int, int, int]  # rows [0]:[1] of the class and their edges [2]:[3]
-Bound = Callable[[Span], None]
-Compiled = Mapping[int, Any]  # id of a Kernel -> Code of emit_cpp or emit_triton
+Compiled = Mapping[int, Code]  # by the id of the kernel
 
 
 @dataclass
@@ -45,8 +44,7 @@ class Frame:
         self.fixed: dict[Node, Tensor] = {}
         self.local: dict[Node, Any] = {}
         self.constants: dict[Node, Tensor] = {}
-        self.split: dict[Node, matmul.Halves] = {}
-        self.tables: list[np.ndarray[Any, Any]] = []
+        self.split: dict[Node, split_matmul.Halves] = {}
         self.span: Span = (0, self.block.count, 0, self.block.edge_count)
         self._bound: dict[str, list[Bound]] = {}
         self._buffers: dict[Home, Tensor] = {}
@@ -85,11 +83,11 @@ class Frame:
         return self.local[node]
 
     def _sums_rows(self, node: Node, args: tuple[Any, ...]) -> bool:
-        return self.in_parts and _is_matmul(node) and matmul.fits(args[0].t(), args[1])
+        return self.in_parts and _is_matmul(node) and split_matmul.fits(args[0].t(), args[1])
 
     @staticmethod
     def _over_rows(x: Tensor, y: Tensor) -> Tensor:
-        return matmul.over_rows(x.t(), y)
+        return split_matmul.over_rows(x.t(), y)
 
     def forget_totals(self) -> None:
         self.local = {}
@@ -186,15 +184,8 @@ class Frame:
         return self._other(step, home)
 
     def _kernel(self, kernel: Kernel) -> Bound:
-        code, first_edge = self.compiled[id(kernel)], self.block.edge_start
-        if isinstance(code, emit_triton.Code):
-            tensors = [self.argument(p) for p in code.pointers]
-            return lambda span: code.launch(tensors, span[0], span[1], first_edge)
-        function, pointers = code
-        table = np.array([self.argument(p).data_ptr() for p in pointers], np.int64)
-        self.tables.append(table)
-        at = table.ctypes.data
-        return lambda span: function(at, span[0], span[1], first_edge)
+        code = self.compiled[id(kernel)]
+        return code.bind([self.argument(p) for p in code.pointers], self.block.edge_start)
 
     def _matmul(self, node: Node, home: Home) -> Bound:
         """Rows times a matrix, straight into its buffer."""
@@ -207,17 +198,17 @@ class Frame:
         def step(span: Span) -> None:
             into = out[: span[b] - span[a]] if scratch else out[span[a] : span[b]]
             into, x, matrix = into if shape is None else into.view(shape), self.fetch(left, span), self.fetch(right, span)
-            if halves is not None and matmul.fits(x, into):
-                matmul.rows(x, matrix, halves, into)
+            if halves is not None and split_matmul.fits(x, into):
+                split_matmul.rows(x, matrix, halves, into)
             else:
                 torch.mm(x, matrix, out=into)
 
         return step
 
-    def halves(self, node: Node) -> matmul.Halves:
+    def halves(self, node: Node) -> split_matmul.Halves:
         """A matrix without rows, split; filled anew in each run."""
         if node not in self.split:
-            self.split[node] = matmul.Halves.of(self.fetch(node, self.span))
+            self.split[node] = split_matmul.Halves.of(self.fetch(node, self.span))
         return self.split[node]
 
     def _other(self, node: Node, home: Home | None) -> Bound:

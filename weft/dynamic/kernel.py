@@ -17,10 +17,12 @@ from weft.codegen import expr
 from weft.codegen.expr import Slot, Value
 from weft.codegen.formula import formula
 from weft.codegen.rows import NotFusable
+from weft.codegen.segments import Messages, RowGroup, RowSlot, segment
 from weft.core.node import DTYPE_NAMES, Kind, Node
 from weft.dynamic.lower import is_segment, is_spread, reads
 from weft.dynamic.phases import base, domain, is_view, seen
 from weft.dynamic.sizes import EDGES, ROWS
+from weft.dynamic.store import Pointer, Stores
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -32,7 +34,6 @@ class Access:
     source: Node
     offset: int
     dims: tuple[tuple[int, int, int], ...]  # (after, size, stride), slowest first
-    has_rows: bool
 
 
 @dataclass
@@ -51,14 +52,6 @@ class Kernel:
 
     def takes(self, real: torch.dtype | None) -> bool:
         return real is None or self.real in (None, real)
-
-    def level(self) -> dict[Node, int]:
-        """How many passes over the edges each op must wait for."""
-        out: dict[Node, int] = {}
-        for node in self.nodes:
-            below = max((out[a] for a in operands(node) if a in out), default=0)
-            out[node] = below + is_segment(node)
-        return out
 
 
 def lane_shape(node: Node) -> tuple[int, ...]:
@@ -148,7 +141,7 @@ def access(operand: Node, shape: tuple[int, ...]) -> Access | None:
         if own not in (1, size):
             return None
         dims.append((after, size, stride if own == size else 0))
-    return Access(source, wide.storage_offset(), _merge(dims), bool(rows))
+    return Access(source, wide.storage_offset(), _merge(dims))
 
 
 def _merge(dims: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -256,3 +249,45 @@ def statement(node: Node, leaf: Callable[[Node], Value]) -> Value | None:
         return formula(node, value) if node.op.kind is Kind.POINTWISE else None
     except NotFusable:
         return None
+
+
+def row_group(kernel: Kernel, stores: Stores) -> RowGroup:
+    """A kernel in codegen's words."""
+    made: dict[Node, Value] = {}
+
+    def value(n: Node) -> Value:
+        if n not in made:
+            made[n] = expr.const(n.attr("value")) if n.op.is_number else _loaded(kernel, stores, n)
+        return made[n]
+
+    for node in kernel.nodes:
+        if is_segment(node):
+            made[node] = segment(value(node.args[0]), "sum" if node.op.name == "put" else "max")
+        elif not concat_parts(node):
+            found = statement(node, value)
+            assert found is not None, "no kernel has such an op"
+            made[node] = found
+    stored = []
+    for node in kernel.stored:
+        for i, part in enumerate(concat_parts(node) or [node]):
+            stored.append((_slot(stores, node, i * kernel.lanes, ((1, kernel.lanes, 1),)), value(part)))
+    return RowGroup(kernel.lanes, DTYPE_NAMES[kernel.real or torch.float32], Pointer("index", "edge_first"), tuple(stored))
+
+
+def _loaded(kernel: Kernel, stores: Stores, operand: Node) -> Value:
+    at = kernel.loads[operand]
+    if at.source not in stores.gradients:
+        return expr.load(_slot(stores, at.source, at.offset, at.dims))
+    ways = []
+    for via in stores.gradients[at.source]:
+        ways.append((Pointer("message", via.key, dtype=operand.dtype), Pointer("index", via.first), Pointer("index", via.index)))
+    return expr.load(Messages(stores.names[at.source], DTYPE_NAMES[operand.dtype], ways=tuple(ways)))
+
+
+def _slot(stores: Stores, node: Node, offset: int, dims: tuple[tuple[int, int, int], ...]) -> RowSlot:
+    """Some columns of the buffer of a value."""
+    pointer, row = stores.where(node)
+    return RowSlot(
+        stores.names[node], DTYPE_NAMES[pointer.dtype], pointer=pointer, of=row.of, via=Pointer("index", row.index) if row.index else None,
+        columns=stores.columns(node) if domain(node) else 0, offset=offset, dims=dims,
+    )  # fmt: skip

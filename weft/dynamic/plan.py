@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.node import Node
-from weft.dynamic import emit_cpp, emit_triton
 from weft.dynamic.cell import Cell, collected, compile_cell, output_homes
+from weft.dynamic.compiled import compile_kernels
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
@@ -104,7 +104,7 @@ def compile_plan(
     outputs = output_homes(graphs.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in graphs.items()}
     kernels = _kernels(cells.values(), target)
-    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, target == "triton", in_parts)
+    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, in_parts)
 
 
 def _with_gradients(f: VertexProgram, grads: frozenset[str]) -> VertexProgram:
@@ -171,4 +171,4 @@ def _without_zeros(f: VertexProgram) -> VertexProgram:
 def _kernels(cells: Iterable[Cell], target: str) -> Compiled:
     """Compile the kernels of all classes together."""
     found = [(step, cell.stores) for cell in cells for steps in cell.steps.values() for step in steps if isinstance(step, Kernel)]
-    return emit_triton.build(found) if target == "triton" else emit_cpp.build(found)
+    return compile_kernels(found, target)

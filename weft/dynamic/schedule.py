@@ -209,11 +209,6 @@ class Schedule:
     def lower_bound(self) -> int:
         return lower_bound(self.structure, self.klass)
 
-    @cached_property
-    def readers(self) -> tuple[Ints, Ints]:
-        """The edges that read each place, as (first, edge)."""
-        return native.reverse(self.edge_child, self.structure.vertices + 1)
-
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gives, made once: layouts for this or that run are kept with their schedule."""
         if key not in self._kept:

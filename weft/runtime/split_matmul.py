@@ -125,7 +125,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitK:
     """A tile, and how many programs share the sum behind it."""
 
     tile: Tile
@@ -177,7 +177,7 @@ def rows(a: Tensor, matrix: Tensor, halves: Halves, out: Tensor) -> None:
     """out = a @ matrix, where `halves` are those of the matrix."""
     (m, k), n = a.shape, matrix.shape[1]
 
-    def by(plan: Plan) -> None:
+    def by(plan: SplitK) -> None:
         tile, blocks = plan.tile, plan.blocks(k)
         grid, even = (tile.count(m, n), -(-k // (blocks * tile.BK))), k % tile.BK == 0 and n % tile.BN == 0
         shared = grid[1] > 1
@@ -198,7 +198,7 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
     """x' y, a sum over rows: a weight gradient. The rows are shared out among programs and the shares added up in order."""
     (r, m), n = x.shape, y.shape[1]
 
-    def by(plan: Plan) -> Tensor:
+    def by(plan: SplitK) -> Tensor:
         tile, blocks = plan.tile, plan.blocks(r)
         out = x.new_empty(-(-r // (blocks * tile.BK)), m, n)
         grid, sizes = (tile.count(m, n), len(out)), (r, m, n, x.stride(0), y.stride(0), blocks)
@@ -209,19 +209,19 @@ def over_rows(x: Tensor, y: Tensor) -> Tensor:
     return torch.mm(x.t(), y) if plan is None else by(plan)
 
 
-def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[Plan]:
+def _for_rows(m: int, k: int, n: int, device: torch.device) -> list[SplitK]:
     """Tiles for so many rows, each matmul made by one program or by as many as the device runs at once."""
-    out: list[Plan] = []
+    out: list[SplitK] = []
     for tile in (t for least, most, t in ROWS if least <= m <= most):
         count = tile.count(m, n)
         shares = min(2 * replay.processors(device) // count, k // (2 * tile.BK))
-        out += [Plan(tile, s) for s in (1, shares) if s == 1 or (s > 1 and count <= COUNTS)]
+        out += [SplitK(tile, s) for s in (1, shares) if s == 1 or (s > 1 and count <= COUNTS)]
     return out
 
 
-def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[Plan]:
+def _for_sums(r: int, m: int, n: int, device: torch.device) -> list[SplitK]:
     full = 2 * replay.processors(device)
-    return [Plan(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
+    return [SplitK(t, max(1, min(waves * full // t.count(m, n), r // (4 * t.BK)))) for t in OVER_ROWS for waves in (1, 2)]
 
 
 def best(
