@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from weft.core.node import Node
 from weft.dynamic.kernel import Kernel, access, finish, fusible, group, lane_shape
-from weft.dynamic.lower import Graph, graph_of, is_sized, reads
+from weft.dynamic.lower import Graph, is_sized, reads
 from weft.dynamic.phases import BACKWARD, FORWARD, Phased, assign, base, domain, is_view
-from weft.dynamic.store import Home, Key, Pointer, Row, Stores, Via, home_of
+from weft.dynamic.store import Home, Key, Row, Stores, Via, home_of, message_home
 from weft.dynamic.trace import VertexProgram
 from weft.ops.fill import stop_gradient
 
@@ -44,34 +43,16 @@ class Cell:
         """Ops with an argument that names the number of rows or edges."""
         return {n for n in self.graph.nodes if is_sized(n)}
 
-    @cached_property
-    def named(self) -> dict[str, Node]:
-        return {name: n for n, name in self.graph.names.items()}
 
-    def home_at(self, pointer: Pointer) -> Home:
-        """The buffer a kernel's pointer stands for."""
-        return self._homes[pointer.kind, pointer.key]
-
-    @cached_property
-    def _homes(self) -> dict[tuple[str, Any], Home]:
-        stores = self.stores
-        found = [*stores.homes.values(), *(c.home for copies in self.copies.values() for c in copies)]
-        found += [home for home, _ in stores.children.values()]
-        for node, ways in stores.gradients.items():
-            for via in ways:
-                home = home_of(node, "message", via.key)
-                found.append(replace(home, domain="edge" if via.key[1] == "edge" else "row"))
-        return {(home.kind, home.key): home for home in found}
-
-
-def vias(keys: set[Key], state: str) -> tuple[Via, ...]:
+def vias(keys: set[Key], state: str, gradient: Node) -> tuple[Via, ...]:
     """How the gradient of a state is summed up from the messages sent to it."""
     out = []
-    for name, how in sorted(k for k in keys if k[0] == state):
+    for key in sorted(k for k in keys if k[0] == state):
+        home, how = message_home(key, gradient.shape[1:], gradient.dtype), key[1]
         if how.startswith("slot"):
-            out.append(Via((name, how), f"{how}_first", f"{how}_reader"))
+            out.append(Via(home, f"{how}_first", f"{how}_reader"))
         else:
-            out.append(Via((name, how), "reader_first", "reader_edge" if how == "edge" else "reader_vertex"))
+            out.append(Via(home, "reader_first", "reader_edge" if how == "edge" else "reader_vertex"))
     return tuple(out)
 
 
@@ -101,7 +82,7 @@ def _sink(phased: Phased) -> None:
 
 def collected(f: VertexProgram) -> VertexProgram:
     """A gradient of a state that a kernel cannot sum up as it goes is summed into a buffer first."""
-    graph = graph_of(f)
+    graph = Graph(f)
     swap = {
         node: stop_gradient(node)
         for source, node in graph.sources.items()
@@ -124,7 +105,7 @@ def _sources(cell: Cell, sent: set[Key]) -> None:
         elif source.role in ("pull", "d_push"):
             stores.homes[node] = home_of(node, source.role.removeprefix("d_"), (source.name,))
         elif source.role == "d_state":
-            stores.gradients[node] = vias(sent, source.name)
+            stores.gradients[node] = vias(sent, source.name, node)
 
 
 def _steps(phased: Phased, phase: str, fuse: bool) -> list[Step]:
@@ -199,7 +180,7 @@ def _ends(cell: Cell, node: Node, kind: str) -> str:
 def _homes(cell: Cell) -> None:
     """Buffers for what a kernel or another phase reads; gradients of inputs, or what they are views of, are read when all rounds are done."""
     phase, homes = cell.phased.phase, cell.stores.homes
-    gradients = {base(n) for s, n in cell.graph.grads.items() if s.role == "pull"}
+    gradients = set(map(base, cell.graph.grads.values()))
     place: dict[Node, Kernel | None] = {}
     for steps in cell.steps.values():
         for step in steps:

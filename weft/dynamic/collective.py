@@ -15,7 +15,7 @@ from weft.codegen.local_memory import local_shape_of, partial_op
 from weft.core.errors import StructureError
 from weft.core.layout import Layout
 from weft.core.node import Node, Type
-from weft.dynamic.sizes import EDGES, ROWS
+from weft.dynamic.sizes import unit_of
 from weft.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, slice_
 from weft.ops.registry import Kind, define
 from weft.runtime import comm
@@ -57,7 +57,7 @@ class Exchange:
 
 def _of_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     """However many rows there are."""
-    return tuple(-1 if n and any(n % unit == 0 for unit in (ROWS, EDGES)) else n for n in shape)
+    return tuple(-1 if unit_of(n) else n for n in shape)
 
 
 _KNOWN: list[Exchange] = []
@@ -71,7 +71,7 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
         raise StructureError("a vertex function cannot do this collective", needed="a gather, a slice or a sum", found=node.op.name)
     for layout in (made.have, made.want):
         cut = layout.where_sharded(axis)
-        if cut is not None and any(n and layout.shape[cut[0]] % n == 0 for n in (ROWS, EDGES)):
+        if cut is not None and unit_of(layout.shape[cut[0]]):
             raise StructureError(
                 "vertices of a batch cannot be spread over ranks", needed="a sharding within the row of a vertex", found=str(layout),
                 try_="give full samples to ranks: dynamic.assign",

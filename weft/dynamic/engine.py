@@ -20,7 +20,7 @@ from weft.dynamic.cell import Cell
 from weft.dynamic.frame import Compiled, Frame
 from weft.dynamic.layout import Layout
 from weft.dynamic.phases import BACKWARD, FORWARD
-from weft.dynamic.store import Home, Key
+from weft.dynamic.store import Home, Key, message_home
 from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 
@@ -72,13 +72,12 @@ class Batch:
         """Index arrays, inputs and the rows to return, all on the device; `wanted` gives rows by output."""
         self.index, self.inputs, self.wanted = dict(index), inputs, wanted
         for k, block in self.layout.blocks.items():
-            name = self.kinds[block.kind]
-            cell = self.plan.cells[name, block.has_children]
+            cell = self.plan.cells[self.kinds[block.kind], block.has_children]
             frame = self.frames[k] = Frame(
-                f"{name}{'+' if block.has_children else ''}", cell, block, self.layout.rows + 1, self.layout.edges, self.index,
+                block.name(self.kinds), cell, block, self.layout.rows + 1, self.layout.edges, self.index,
                 self.workspace, self.plan.compiled, self.plan.in_parts and torch.get_float32_matmul_precision() == "highest",
             )  # fmt: skip
-            frame.supply({Source("weight", str(i)): self._weights.get(id(w), w) for i, w in enumerate(cell.graph.weights)})
+            frame.fixed |= {node: self._weights.get(id(w), w) for node, w in cell.graph.weights.items()}
 
     @_where_it_runs
     def forward(self) -> list[Tensor]:
@@ -155,8 +154,8 @@ class Batch:
         """The sum over all classes that use a weight."""
         out: Tensor | None = None
         for frame in self.frames.values():
-            for source, node in frame.cell.graph.grads.items():
-                if source.role == "weight" and frame.cell.graph.weights[int(source.name)] is weight:
+            for of, node in frame.cell.graph.weight_grads:
+                if of is weight:
                     value = frame.total(node)
                     out = value if out is None else out + value
         return out
@@ -194,21 +193,19 @@ class Batch:
 
     def _clear_messages(self, frame: Frame) -> None:
         """Messages that other classes send and this one does not."""
-        for state, how in self.plan.sent - set(frame.cell.graph.messages):
-            home = Home("message", (state, how), "edge" if how == "edge" else "row", self.plan.states[state], self.plan.dtype)
-            frame.buffer(home).zero_()
+        for key in self.plan.sent - set(frame.cell.graph.messages):
+            frame.buffer(message_home(key, self.plan.states[key[0]], self.plan.dtype)).zero_()
 
     @_where_it_runs
     def input_gradients(self) -> dict[Source | int, Tensor]:
         out: dict[Source | int, Tensor] = {}
         for frame in self.frames.values():
             for source, node in frame.cell.graph.grads.items():
-                if source.role == "pull":
-                    given, block = self.inputs[source.name], frame.block
-                    if source not in out:  # one row more, for vertices without input
-                        out[source] = torch.zeros((len(given) + 1, *given.shape[1:]), dtype=given.dtype, device=given.device)
-                    rows = self._rows(block.start, block.count)
-                    out[source].index_add_(0, torch.where(rows < 0, len(given), rows), frame.fetch(node, frame.span))
+                given, block = self.inputs[source.name], frame.block
+                if source not in out:  # one row more, for vertices without input
+                    out[source] = torch.zeros((len(given) + 1, *given.shape[1:]), dtype=given.dtype, device=given.device)
+                rows = self._rows(block.start, block.count)
+                out[source].index_add_(0, torch.where(rows < 0, len(given), rows), frame.fetch(node, frame.span))
         return out
 
 

@@ -18,7 +18,6 @@ from weft.dynamic.lower import reads, run
 from weft.dynamic.phases import base, domain, is_view
 from weft.dynamic.schedule import Block
 from weft.dynamic.store import Home, Pointer
-from weft.dynamic.vertex import Source
 from weft.dynamic.workspace import Workspace
 from weft.runtime import split_matmul
 
@@ -41,7 +40,7 @@ class Frame:
     in_parts: bool = False  # float32 matmuls as several of fewer bits
 
     def __post_init__(self) -> None:
-        self.fixed: dict[Node, Tensor] = {}
+        self.fixed: dict[Node, Tensor] = {}  # weights, and what is made of weights alone
         self.local: dict[Node, Any] = {}
         self.constants: dict[Node, Tensor] = {}
         self.split: dict[Node, split_matmul.Halves] = {}
@@ -91,12 +90,6 @@ class Frame:
 
     def forget_totals(self) -> None:
         self.local = {}
-
-    def supply(self, weights: Mapping[Source, Tensor]) -> None:
-        """Weights, by the source that names them."""
-        for source, node in self.cell.graph.sources.items():
-            if source in weights:
-                self.fixed[node] = weights[source]
 
     # --- where values are
 
@@ -165,7 +158,7 @@ class Frame:
             first = self.index[via.first][self.block.start + lo : self.block.start + hi + 1]
             at = self.index[via.index][int(first[0]) : int(first[-1])]
             to = torch.repeat_interleave(torch.arange(hi - lo, device=at.device), first[1:] - first[:-1])
-            out.index_add_(0, to, self.everywhere(_message(via.key, node)).index_select(0, at))
+            out.index_add_(0, to, self.everywhere(via.home).index_select(0, at))
         return out
 
     def _edge_rows(self, span: Span) -> Tensor:
@@ -245,14 +238,13 @@ class Frame:
 
     def argument(self, pointer: Pointer) -> Tensor:
         """What a kernel gets for a pointer."""
-        if pointer.kind == "index":
-            name = str(pointer.key)
-            by_place = name in ("edge_first", "reader_first") or (name.startswith("slot") and not name.endswith("_reader"))
-            return self.index[name][self.block.start :] if by_place else self.index[name]
-        if pointer.kind == "fixed":
-            return self._constant(self.cell.named[pointer.key[0]])
-        home = self.cell.home_at(pointer)
-        return self.buffer(home) if pointer.own else self.everywhere(home)
+        to = pointer.to
+        if isinstance(to, str):
+            by_place = to in ("edge_first", "reader_first") or (to.startswith("slot") and not to.endswith("_reader"))
+            return self.index[to][self.block.start :] if by_place else self.index[to]
+        if isinstance(to, Home):
+            return self.buffer(to) if pointer.own else self.everywhere(to)
+        return self._constant(to)
 
     def _constant(self, node: Node) -> Tensor:
         """A value without rows where kernels can find it in every run: the weight itself, or a copy made in each run."""
@@ -271,10 +263,6 @@ def _in_order(home: Home) -> bool:
 
 def _is_matmul(node: Node) -> bool:
     return node.op.name == "matmul" and node.args[0].ndim == node.args[1].ndim == 2
-
-
-def _message(key: tuple[str, ...], node: Node) -> Home:
-    return Home("message", key, "edge" if key[1] == "edge" else "row", node.shape[1:], node.dtype)
 
 
 def _run(at: Tensor) -> int | None:

@@ -17,7 +17,7 @@ from weft.core.errors import StructureError
 from weft.dynamic.model import Model
 from weft.dynamic.native import Ints
 from weft.dynamic.plan import held_by
-from weft.dynamic.structure import NO_ROW, Structure
+from weft.dynamic.structure import NO_ROW, Builder, Structure
 from weft.dynamic.vertex import Vertex
 
 BROUGHT = "(ran before)"
@@ -28,9 +28,8 @@ class Growing:
 
     def __init__(self, model: Model) -> None:
         self.model, self._runner = model, _with_states(model)
-        self._kinds = {name: i for i, name in enumerate((*model.functions, BROUGHT))}
         self._children: list[Sequence[int]] = []
-        self._kind: list[int] = []
+        self._kind: list[str] = []
         self._input: list[tuple[int, int]] = []  # (which block of input rows, row in it)
         self._blocks: list[Mapping[str, Tensor]] = []
         self._home = np.empty((0, 2), np.int64)  # vertex -> (run, row) of its states
@@ -68,7 +67,7 @@ class Growing:
                 f"input {short!r} does not match the vertices added", needed=f"{len(new)} rows", found=f"{len(given[short])}"
             )
         self._children += new
-        self._kind += [self._kinds[kind]] * len(new)
+        self._kind += [kind] * len(new)
         self._input += [(len(self._blocks), i) if given else (-1, NO_ROW) for i in range(len(new))]
         self._blocks.append(given)
         return list(range(first, first + len(new)))
@@ -113,20 +112,12 @@ class Growing:
 
     def _structure(self, fresh: range, before: list[int]) -> tuple[Structure, dict[str, Tensor]]:
         """The graph of one run: brought-in vertices first, then the new ones; and the rows all of them read."""
-        number = {v: i for i, v in enumerate([*before, *fresh])}
-        child = [number[c] for v in fresh for c in self._children[v]]
-        arity = [0] * len(before) + [len(self._children[v]) for v in fresh]
-        total = len(number)
-        inputs = self._inputs(fresh, before)
-        structure = Structure(
-            first=np.concatenate([[0], np.cumsum(arity)]).astype(np.int64),
-            child=np.array(child, np.int64),
-            row=np.array([*range(len(before)), *(len(before) + i if self._input[v][0] >= 0 else NO_ROW for i, v in enumerate(fresh))]),
-            sample=np.array([0, total], np.int64),
-            kind=np.array([self._kinds[BROUGHT]] * len(before) + [self._kind[v] for v in fresh], np.int64),
-            kinds=tuple(self._kinds),
-        )
-        return structure, inputs
+        number, build = {v: i for i, v in enumerate([*before, *fresh])}, Builder()
+        for i in range(len(before)):
+            build.add(kind=BROUGHT, row=i)
+        for v in fresh:
+            build.add([number[c] for c in self._children[v]], kind=self._kind[v], row=build.vertices if self._input[v][0] >= 0 else None)
+        return build.done(), self._inputs(fresh, before)
 
     def _inputs(self, fresh: range, before: list[int]) -> dict[str, Tensor]:
         """Rows of every input: those of brought-in vertices hold states, those of new ones what was given with them."""
@@ -151,9 +142,8 @@ class Growing:
     def _by_vertex(self, fresh: range, results: dict[str, Tensor]) -> dict[str, Tensor]:
         """Outputs with one row per new vertex, also where only some types push them."""
         out: dict[str, Tensor] = {}
-        names = list(self._kinds)
         for name, rows in results.items():
-            pushes = [i for i, v in enumerate(fresh) if name in self._pushed[names[self._kind[v]]]]
+            pushes = [i for i, v in enumerate(fresh) if name in self._pushed[self._kind[v]]]
             if len(pushes) == len(fresh):
                 out[name] = rows
             else:

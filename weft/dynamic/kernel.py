@@ -271,23 +271,21 @@ def row_group(kernel: Kernel, stores: Stores) -> RowGroup:
     for node in kernel.stored:
         for i, part in enumerate(concat_parts(node) or [node]):
             stored.append((_slot(stores, node, i * kernel.lanes, ((1, kernel.lanes, 1),)), value(part)))
-    return RowGroup(kernel.lanes, DTYPE_NAMES[kernel.real or torch.float32], Pointer("index", "edge_first"), tuple(stored))
+    return RowGroup(kernel.lanes, DTYPE_NAMES[kernel.real or torch.float32], Pointer("edge_first"), tuple(stored))
 
 
 def _loaded(kernel: Kernel, stores: Stores, operand: Node) -> Value:
     at = kernel.loads[operand]
     if at.source not in stores.gradients:
         return expr.load(_slot(stores, at.source, at.offset, at.dims))
-    ways = []
-    for via in stores.gradients[at.source]:
-        ways.append((Pointer("message", via.key, dtype=operand.dtype), Pointer("index", via.first), Pointer("index", via.index)))
-    return expr.load(Messages(stores.names[at.source], DTYPE_NAMES[operand.dtype], ways=tuple(ways)))
+    ways = tuple((Pointer(via.home), Pointer(via.first), Pointer(via.index)) for via in stores.gradients[at.source])
+    return expr.load(Messages(stores.names[at.source], DTYPE_NAMES[operand.dtype], ways=ways))
 
 
 def _slot(stores: Stores, node: Node, offset: int, dims: tuple[tuple[int, int, int], ...]) -> RowSlot:
     """Some columns of the buffer of a value."""
     pointer, row = stores.where(node)
     return RowSlot(
-        stores.names[node], DTYPE_NAMES[pointer.dtype], pointer=pointer, of=row.of, via=Pointer("index", row.index) if row.index else None,
+        stores.names[node], DTYPE_NAMES[node.dtype], pointer=pointer, of=row.of, via=Pointer(row.index) if row.index else None,
         columns=stores.columns(node) if domain(node) else 0, offset=offset, dims=dims,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from weft.core.errors import StructureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, make, toposort
 from weft.dynamic import collective, ops
-from weft.dynamic.sizes import EDGES, ROWS
+from weft.dynamic.sizes import EDGES, ROWS, unit_of
 from weft.dynamic.trace import AT, Key, VertexProgram
 from weft.dynamic.vertex import Source
 from weft.ops.fill import full
@@ -57,7 +57,8 @@ def _separate_sums(f: VertexProgram) -> VertexProgram:
 
 def domain_of(shape: Sequence[int]) -> str:
     """`row` or `edge` of a value with one slice per vertex or per edge, `` of one with neither."""
-    return "row" if any(n and n % ROWS == 0 for n in shape) else "edge" if any(n and n % EDGES == 0 for n in shape) else ""
+    units = set(map(unit_of, shape))
+    return "row" if ROWS in units else "edge" if EDGES in units else ""
 
 
 def _on_rank(f: VertexProgram, n: Node, args: tuple[Node, ...]) -> Node:
@@ -125,26 +126,33 @@ _RULES: dict[str, _Rule] = {
 }  # fmt: skip
 
 
-@dataclass
 class Graph:
-    """A lowered program as phases, kernels and buffers see it: what is computed, in order, and what each is for."""
+    """A lowered function as phases, kernels and buffers see it: what is computed, in order, who reads it, and what each is for."""
 
-    name: str
-    nodes: list[Node]
-    sources: dict[Source, Node]
-    states: dict[str, Node]
-    outputs: dict[str, Node]
-    grads: dict[Source, Node]
-    messages: dict[Key, Node]
-    weights: list[Tensor]
-    users: dict[Node, list[Node]] = field(default_factory=dict)
-    names: dict[Node, str] = field(default_factory=dict)
+    def __init__(self, f: VertexProgram) -> None:
+        of, made = f.program.input_names, f.program.output_names
+        self.sources, self.states, self.outputs = f.inputs, f.scattered, f.pushed
+        self.weights = {of[n]: w for n, w in f.weights.items() if n in of}
+        self.grads = {s: made[n] for n, s in f.grads.items() if isinstance(s, Source)}
+        self.weight_grads = [(f.weights[s], made[n]) for n, s in f.grads.items() if isinstance(s, str)]
+        self.messages: dict[Key, Node] = {key: made[n] for n, key in f.messages.items()}
+        every = self._computed()
+        self.names = {n: f"n{i}" for i, n in enumerate(dict.fromkeys([*self.sources.values(), *self.weights, *every]))}
+        self.nodes = [n for n in every if not n.op.is_input]
+        self.users: dict[Node, list[Node]] = {n: [] for n in self.names}
+        for n in self.nodes:
+            for a in dict.fromkeys(reads(n)):
+                self.users[a].append(n)
+
+    def gradients(self) -> list[Node]:
+        """Of inputs and of weights."""
+        return [*self.grads.values(), *(n for _, n in self.weight_grads)]
 
     def results(self) -> list[Node]:
-        return [node for kind in (self.states, self.outputs, self.grads, self.messages) for node in kind.values()]
+        return [*self.states.values(), *self.outputs.values(), *self.gradients(), *self.messages.values()]
 
-    def settle(self) -> None:
-        """Find what is computed, who reads it, and names for all of it."""
+    def _computed(self) -> list[Node]:
+        """What results are made of, operands first."""
         every = dict[Node, None]()
         stack = [(n, False) for n in reversed(self.results())]
         while stack:
@@ -153,25 +161,7 @@ class Graph:
                 every[node] = None
             elif node not in every:
                 stack += [(node, True), *((a, False) for a in reversed(reads(node)))]
-        self.names = {n: f"n{i}" for i, n in enumerate(dict.fromkeys([*self.sources.values(), *every]))}
-        self.nodes = [n for n in every if not n.op.is_input]
-        self.users = {n: [] for n in self.names}
-        for n in self.nodes:
-            for a in dict.fromkeys(reads(n)):
-                self.users[a].append(n)
-
-
-def graph_of(f: VertexProgram) -> Graph:
-    """What a lowered function computes, and where its inputs come from."""
-    p, weights = f.program, {n: Source("weight", str(i)) for i, n in enumerate(f.weights)}
-    sources = {f.sources.get(n) or weights[n]: node for n, node in p.input_names.items() if n in f.sources or n in weights}
-    made = p.output_names
-    out = Graph(
-        f.name, [], sources, f.scattered, f.pushed, {s if isinstance(s, Source) else weights[s]: made[n] for n, s in f.grads.items()},
-        {key: made[n] for n, key in f.messages.items()}, list(f.weights.values()),
-    )  # fmt: skip
-    out.settle()
-    return out
+        return list(every)
 
 
 def reads(node: Node) -> list[Node]:
@@ -241,12 +231,8 @@ def fill_in(value: object, rows: int, edges: int) -> object:
     """Sizes for the number of rows and edges at hand."""
     if isinstance(value, (list, tuple)):
         return type(value)([fill_in(v, rows, edges) for v in value])
-    if isinstance(value, int) and not isinstance(value, bool) and value:
-        if value % ROWS == 0:
-            return value // ROWS * rows
-        if value % EDGES == 0:
-            return value // EDGES * edges
-    return value
+    unit = unit_of(value) if isinstance(value, int) and not isinstance(value, bool) else 0
+    return value // unit * (rows if unit == ROWS else edges) if unit else value  # type: ignore[operator]
 
 
 _Form = Callable[[Node, Sequence[Any], Any], Any]  # the last is the shape of the result

@@ -75,7 +75,7 @@ class Phased:
 
 def assign(graph: Graph) -> Phased:
     """Split the graph into phases by what each op depends on and what depends on it."""
-    roles: dict[Node, set[str]] = {n: {_effect(s)} for s, n in graph.sources.items()}
+    roles: dict[Node, set[str]] = {**{n: set() for n in graph.weights}, **{n: {_effect(s)} for s, n in graph.sources.items()}}
     for node in graph.nodes:
         roles[node] = set().union(*(roles[a] for a in reads(node)))
     reach = _reach(graph)
@@ -99,8 +99,9 @@ def _effect(source: Source) -> str:
 def _reach(graph: Graph) -> dict[Node, set[str]]:
     """Which results depend on each node."""
     out: dict[Node, set[str]] = {n: set() for n in graph.names}
-    for what, nodes in (("state", graph.states), ("output", graph.outputs), ("d_child", graph.messages), ("grad", graph.grads)):
-        for node in nodes.values():  # type: ignore[attr-defined]
+    results = {"state": graph.states.values(), "output": graph.outputs.values(), "d_child": graph.messages.values(), "grad": graph.gradients()}
+    for what, nodes in results.items():
+        for node in nodes:
             out[node].add(what)
     for node in reversed(graph.nodes):
         for arg in reads(node):

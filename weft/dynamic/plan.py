@@ -17,7 +17,7 @@ from weft.dynamic.compiled import compile_kernels
 from weft.dynamic.engine import CellKey, Plan
 from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
-from weft.dynamic.lower import graph_of, lowered
+from weft.dynamic.lower import Graph, lowered
 from weft.dynamic.simplify import clean, hoist, specialise
 from weft.dynamic.trace import Function, VertexProgram, by_itself, differentiate, trace
 from weft.dynamic.verify import check_rows
@@ -100,7 +100,7 @@ def compile_plan(
             one = specialise(function, gone)
             made[name, has_children] = _with_gradients(one, grads) if needs else one
     sent = _drop_unused(made)
-    graphs = {key: graph_of(collected(lowered(clean(one)))) for key, one in made.items()}
+    graphs = {key: Graph(collected(lowered(clean(one)))) for key, one in made.items()}
     outputs = output_homes(graphs.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in graphs.items()}
     kernels = _kernels(cells.values(), target)

@@ -20,12 +20,29 @@ from weft.dynamic.workspace import Pool
 Ready = Callable[[Tensor], Any] | None  # told each weight gradient as soon as it is complete; gives something to wait for
 
 
-class Once:
+class Call:
+    """One batch, which holds memory until its backward pass is done, or until a result is dropped without one."""
+
+    plan: Plan
+    is_released = False
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        if not self.is_released:
+            self.is_released = True
+            self._give_back()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Once(Call):
     """A batch run in place, with memory borrowed from a pool: nothing is recorded, so any shape will do."""
 
     def __init__(self, plan: Plan, s: Schedule, pool: Pool) -> None:
         self.plan, self.pool, self.workspace = plan, pool, pool.take()
-        self._held = True
         self.layout = exact(s, plan.sent)
         self.kinds = s.structure.kinds
 
@@ -40,29 +57,19 @@ class Once:
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.batch.backward(grads, ready)
 
-    @property
-    def is_released(self) -> bool:
-        return not self._held
-
-    def release(self) -> None:
-        """Give the memory back: after backward, or when a result is dropped without one."""
-        if self._held:
-            self._held = False
-            self.pool.give(self.workspace)
-
-    def __del__(self) -> None:
-        self.release()
+    def _give_back(self) -> None:
+        self.pool.give(self.workspace)
 
 
-class Replay:
+class Replay(Call):
     """A batch that replays a template."""
 
     def __init__(
         self, templates: Templates, s: Schedule, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: Weights = None
     ) -> None:
-        self.plan, self._held = templates.plan, False
+        self.plan, self.is_released = templates.plan, True
         self.captured, self.layout = templates.take(s, inputs, wanted, weights)
-        self._held = self.captured.busy = True
+        self.captured.busy, self.is_released = True, False
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Ints], weights: list[Tensor]) -> list[Tensor]:
         return self.captured.forward(self.layout, inputs, wanted, weights)
@@ -70,16 +77,8 @@ class Replay:
     def backward(self, grads: list[Tensor], ready: Ready) -> dict[Source | int, Tensor]:
         return self.captured.backward(grads, ready)
 
-    @property
-    def is_released(self) -> bool:
-        return not self._held
-
-    def release(self) -> None:
-        if self._held:
-            self._held = self.captured.busy = False
-
-    def __del__(self) -> None:
-        self.release()
+    def _give_back(self) -> None:
+        self.captured.busy = False
 
 
 class Run(torch.autograd.Function):

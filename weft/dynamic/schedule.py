@@ -7,7 +7,7 @@ slice, all vertices of a class are a slice, and the children of a round are ofte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +52,10 @@ class Block:
     count: int
     edge_start: int
     edge_count: int
+
+    def name(self, kinds: Sequence[str]) -> str:
+        """Of its class: the type, and a plus where it has children."""
+        return f"{kinds[self.kind]}{'+' if self.has_children else ''}"
 
 
 class Round(NamedTuple):

@@ -57,13 +57,10 @@ class Home:
 
 @dataclass(frozen=True)
 class Pointer:
-    """An argument of a kernel: a buffer, from its start or from the class's own rows on, or an index array."""
+    """An argument of a kernel: an index array by its name, a value without rows, or a buffer."""
 
-    kind: str
-    key: Key | str
-    domain: str = "row"
-    dtype: torch.dtype = torch.int64
-    own: bool = False  # row 0 is the first row of the class, not of the buffer
+    to: str | Node | Home
+    own: bool = False  # row 0 of a buffer is the first row of the class
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Row:
 class Via:
     """One way in which gradients reach a state: the rows index[first[v]] .. index[first[v+1]] of a message buffer."""
 
-    key: Key
+    home: Home
     first: str
     index: str
 
@@ -96,15 +93,15 @@ class Stores:
         """The buffer and row in which a kernel finds a value of its vertex `v` or edge `e`."""
         if node in self.children:
             home, row = self.children[node]
-            return Pointer("state", home.key, dtype=home.dtype), row
+            return Pointer(home), row
         if not domain(node):
-            return Pointer("fixed", (self.names[node],), "", node.dtype), Row("0")
+            return Pointer(node), Row("0")
         home = self.homes[node]
         if home.domain == "row":
             row = Row("v - lo" if home.kind == "scratch" else "v")
         else:  # edges count through all classes; e0 and eb are the first of this call and of this class
             row = Row({"scratch": "e - e0", "message": "e"}.get(home.kind, "e - eb"))
-        return Pointer(home.kind, home.key, home.domain, home.dtype, own=home.domain == "row" or home.kind != "message"), row
+        return Pointer(home, own=home.domain == "row" or home.kind != "message"), row
 
     def columns(self, node: Node) -> int:
         if node in self.children:
@@ -118,6 +115,11 @@ def home_of(node: Node, kind: str, key: Key) -> Home:
     at = _row_dim(node)
     inner = () if shape[at] == unit else (shape[at] // unit,)
     return Home(kind, key, domain(node), (*inner, *shape[:at], *shape[at + 1 :]), node.dtype, at, _folded(node) if inner else None)
+
+
+def message_home(key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Home:
+    """Where the gradients of a state are that are sent in one way."""
+    return Home("message", key, "edge" if key[1] == "edge" else "row", shape, dtype)
 
 
 def _unit(node: Node) -> int:

@@ -299,46 +299,35 @@ def _bounds(counts: Ints) -> Ints:
 
 def _flatten(samples: Sequence[Any]) -> tuple[Ints, Ints, Ints, Ints]:
     """Nested tuples by a Python loop: the fallback, and the one that says what is wrong."""
-    first: list[int] = []
-    child: list[int] = []
-    row: list[int] = []
-    sample: list[int] = []
+    build = Builder()
     for s, root in enumerate(samples):
-        sample.append(len(row))
+        start = build.sample().vertices
         stack: list[tuple[Any, list[int]]] = [((root,), [])]
         while True:
             node, done = stack[-1]
-            if len(done) < len(node):
-                below = node[len(done)]
-                if isinstance(below, (tuple, list)):
-                    stack.append((below, []))
-                    _guard(stack, s)
-                    continue
-                done.append(_emit(first, child, row, (), _leaf(below, s, len(row) - sample[-1])))
+            if len(done) == len(node):
+                stack.pop()
+                if not stack:
+                    break
+                stack[-1][1].append(build.add(done))
                 continue
-            stack.pop()
-            if not stack:
-                break
-            stack[-1][1].append(_emit(first, child, row, done, NO_ROW))
-    arrays = ([*first, len(child)], child, row, [*sample, len(row)])
-    a, b, c, d = (np.array(x, np.int64) for x in arrays)
-    return a, b, c, d
+            below = node[len(done)]
+            if isinstance(below, (tuple, list)):
+                stack.append((below, []))
+                _guard(stack, s)
+            else:
+                done.append(build.add(row=_leaf(below, s, build.vertices - start)))
+    made = build.done()
+    return made.first, made.child, made.row, made.sample
 
 
-def _emit(first: list[int], child: list[int], row: list[int], below: Sequence[int], at: int) -> int:
-    first.append(len(child))
-    child += below
-    row.append(at)
-    return len(row) - 1
-
-
-def _leaf(value: Any, sample: int, vertex: int) -> int:
+def _leaf(value: Any, sample: int, vertex: int) -> int | None:
     if value is None:
-        return NO_ROW
+        return None
     try:
         row = operator.index(value)
     except TypeError:
-        row = NO_ROW
+        row = -1
     if row < 0:
         raise StructureError(
             f"sample {sample}: vertex {vertex} is not a leaf weft can read",

@@ -51,7 +51,7 @@ def _require_rows(f: VertexProgram) -> None:
         if any(a in of_rows for a in n.args):
             of_rows.add(n)
         before = next((lost[a] for a in n.args if a in lost), None)
-        if before is not None or (n in of_rows and not any(_counts(size) for t in n.types for size in t.shape)):
+        if before is not None or (n in of_rows and not any(sizes.unit_of(size) for t in n.types for size in t.shape)):
             lost[n] = before or n.op.name
     for names in (f.states, f.outputs):
         for output, name in names.items():
@@ -61,16 +61,11 @@ def _require_rows(f: VertexProgram) -> None:
         raise _mixed(f, next(iter([*f.states.values(), *f.outputs.values()])), "the number of vertices or edges read as a number")
 
 
-def _counts(size: int) -> bool:
-    """Whether a size is a number of rows or edges, or of several in each."""
-    return size > 0 and (size % sizes.ROWS == 0 or size % sizes.EDGES == 0)
-
-
 def _is_count(value: object) -> bool:
     """Whether a number is how many rows or edges there are, a multiple of that or a part of one over it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value or not math.isfinite(value):
         return False
-    return any(abs(v) >= sizes.ROWS - 1 and abs(v - round(v)) < 1e-6 and _counts(abs(round(v))) for v in (value, 1 / value))
+    return any(abs(v) >= sizes.ROWS - 1 and abs(v - round(v)) < 1e-6 and sizes.unit_of(abs(round(v))) for v in (value, 1 / value))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from weft.dynamic.schedule import REST, Reads
 class Source:
     """Where a value of a vertex function comes from."""
 
-    role: str  # pull, slot, edge, at (the edge's vertex), weight; in gradients also d_state, d_push
+    role: str  # pull, slot, edge, at (the edge's vertex); in gradients also d_state, d_push
     name: str = ""
     slot: int = 0
 

@@ -86,7 +86,7 @@ class Costs:
 
     def of_schedule(self, schedule: Schedule) -> list[PhaseTime]:
         """The phases of a step, one after the other, as the engine takes them."""
-        names = {k: class_name(schedule, k) for k in schedule.blocks}
+        names = {k: b.name(schedule.structure.kinds) for k, b in schedule.blocks.items()}
         whole = {names[k]: b.count for k, b in schedule.blocks.items()}
         rounds = [(names[r.klass], r.stop - r.start) for r in schedule.rounds]
         order = [(name, phase, rows) for phase in ("weights", "eager") for name, rows in whole.items()]
@@ -128,11 +128,6 @@ def _line(pieces: Sequence[PhaseTime]) -> tuple[float, float]:
     if beta < 0:
         return float(seconds.mean()), 0.0
     return (float(alpha), float(beta)) if alpha >= 0 else (0.0, float(seconds.sum() / rows.sum()))
-
-
-def class_name(schedule: Schedule, klass: int) -> str:
-    block = schedule.blocks[klass]
-    return f"{schedule.structure.kinds[block.kind]}{'+' if block.has_children else ''}"
 
 
 class Recorder:
