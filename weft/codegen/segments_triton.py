@@ -32,6 +32,7 @@ class TritonEmitter(RowEmitter):
     def text(self) -> str:
         """The full function."""
         self.real = TYPES[self.group.real]
+        self.loads: list[str] = []  # of vertices: before all else, once for all edges
         body = list(self.body())
         head = [f"e0 = tl.load({self.at(self.group.first)} + lo)"] if any(" - e0" in line for line in body) else []
         indices = [f"p{i}" for i, t in enumerate(self.arguments.values()) if t == "i64"]  # they begin anywhere
@@ -41,7 +42,7 @@ class TritonEmitter(RowEmitter):
             "    v = lo + tl.program_id(0)",
             "    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",
             f"    m = j < {self.group.lanes}",
-            *(f"    {line}" for line in [*head, *body]),
+            *(f"    {line}" for line in [*head, *self.loads, *body]),
         ])  # fmt: skip
 
     def writer(self) -> Writer:
@@ -71,7 +72,12 @@ class TritonEmitter(RowEmitter):
         return f"{at} + {row} * {slot.columns} + {column}"
 
     def define(self, value: Value, text: str) -> list[str]:
-        return [f"{self.names[value]} = {self._wide(value, text)}"]
+        lines = [f"{self.names[value]} = {self._wide(value, text)}"]
+        if value.fn != "load" or value in self.of_edges:
+            return lines
+        self.loads += lines
+        self.known[value] = self.names[value]
+        return []
 
     def _wide(self, value: Value, text: str) -> str:
         return text if value.level is Level.ELEMENT else f"tl.full([BLOCK], {text}, {self.real})"
