@@ -76,16 +76,6 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class PlacedStages:
-    """The stages on the mesh and as they were split, and how inputs are laid out."""
-
-    line: PlacedPipeline
-    stages: tuple[Stage, ...]
-    held: Mapping[str, Placements]
-    options: PlacingOptions
-
-
-@dataclass(frozen=True)
 class Draft:
     """A training step on its way: what is asked of it, and what has been made of it so far."""
 
@@ -105,7 +95,7 @@ class Draft:
     source: Captured | None = None  # the step that is placed, which the placed program is checked against
     moves: tuple[str, ...] = ()  # of rules, in words
     stages: Stages | None = None
-    laid: PlacedStages | None = None
+    laid: PlacedPipeline | None = None
     program: Program | None = None
     trail: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # passes, and nodes before and after each
 
@@ -117,8 +107,7 @@ class Draft:
     @property
     def nodes(self) -> int:
         if self.laid is not None:
-            line = self.laid.line
-            return sum(len(p.nodes) for s in line.stages for p in s.phases) + len(line.update.nodes)
+            return sum(len(p.nodes) for s in self.laid.stages for p in s.phases) + len(self.laid.update.nodes)
         if self.stages is not None:
             return sum(len(s.step.nodes) for s in self.stages.run)
         program = self.program or (self.captured.program if self.captured is not None else None)
@@ -185,10 +174,9 @@ def split_stages(
     return Stages(stages, run, {**held, **(exact or {})}, options)
 
 
-def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedStages:
+def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedPipeline:
     """The stages placed, and the update behind them; `first` runs before them."""
-    line = place_pipeline(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
-    return PlacedStages(line, stages.cut, stages.held, stages.options)
+    return place_pipeline(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
 
 
 def _sparse(d: Draft) -> Draft:
@@ -240,7 +228,7 @@ def _experts(d: Draft) -> Draft:
 
 def _programs(d: Draft) -> list[object]:
     """What is computed, by which two drafts are told apart."""
-    placed = [p for s in d.laid.line.stages for p in s.phases] if d.laid is not None else [d.program]
+    placed = [p for s in d.laid.stages for p in s.phases] if d.laid is not None else [d.program]
     return [p.outputs for p in placed if p is not None]
 
 
@@ -252,8 +240,8 @@ def _low_precision(d: Draft) -> Draft:
 def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:
     """The placed program changed, or that of every turn of every stage."""
     if d.laid is not None:
-        stages = tuple(replace(s, phases=tuple(map(change, s.phases))) for s in d.laid.line.stages)
-        return replace(d, laid=replace(d.laid, line=replace(d.laid.line, stages=stages)))
+        stages = tuple(replace(s, phases=tuple(map(change, s.phases))) for s in d.laid.stages)
+        return replace(d, laid=replace(d.laid, stages=stages))
     return replace(d, program=change(d.program)) if d.program is not None else d
 
 

@@ -60,6 +60,15 @@ class Option:
     causes: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
+    @staticmethod
+    def of(plan: str, seen: Seen) -> Option:
+        """What is predicted of a plan."""
+        return Option(plan, seen.step_ms, seen.memory_gb, seen.causes_ms)
+
+    def data(self) -> dict[str, Any]:
+        """The option as a run keeps it."""
+        return {"plan": self.plan, "step_ms": self.ms, "memory_gb": self.gb, "causes_ms": dict(self.causes), "reason": self.reason}
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -308,9 +317,8 @@ class Pool:
         return recomputed(self.captured, regions_of(self.captured, named.again))
 
     def add(self, name: str, named: Spec, program: Program) -> None:
-        seen = predict(program, self.where)
         self.programs[name] = (named, program)
-        self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
+        self.options[name] = Option.of(name, predict(program, self.where))
 
     def _refuse(self, name: str, e: PlanError | LayoutError) -> None:
         self.options[name] = Option(name, reason=f"{e.message}: {e.found}" if e.found else e.message)
@@ -326,7 +334,7 @@ class Pool:
             self._refuse(name, e)
         else:
             self.programs[name] = (named, None)
-            self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
+            self.options[name] = Option.of(name, seen)
         return self.options[name]
 
     def try_stages(self) -> None:
@@ -377,7 +385,7 @@ class Pool:
         made, seen = self._made[key]
         if seen.memory_gb * 1e9 <= self.memory:
             self.programs[name] = named, made
-            self.options[name] = Option(name, seen.step_ms, seen.memory_gb, seen.causes_ms)
+            self.options[name] = Option.of(name, seen)
             self.scheduled.add(name)
 
     def _fewest(self, named: Spec) -> None:

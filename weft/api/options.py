@@ -17,6 +17,7 @@ from weft.plan.spec import Spec
 from weft.runtime.hosts import own_accelerator
 
 ANY_PLAN = "any plan"
+LOW = ("fp8", "fp8-block")  # 8-bit floats with a scale for every row, or for every block of 128
 OnNan = Literal["raise", "skip", "ignore"]
 DATA = {"dp": 0, "dp_replicate": 0, "dp_shard": 3, "fsdp": 3}  # names of data-parallel mesh dims, and the ZeRO stage they stand for
 
@@ -87,6 +88,9 @@ class Options:
             if name not in known:
                 raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name)
         asked = replace(options or Options(), **settings)
+        if isinstance(asked.precision, str) and asked.precision not in LOW:
+            needed = f"{', '.join(map(repr, LOW))}, or a dtype such as torch.bfloat16".replace("'", '"')
+            raise PlanError(f"no precision {asked.precision!r}", needed=needed, found=asked.precision, try_='precision="fp8"')
         if not isinstance(asked.deterministic, bool) and asked.deterministic != ANY_PLAN:
             raise PlanError(
                 f"deterministic={asked.deterministic!r} is no option", needed=f'True, the same bits on every run of one plan, "{ANY_PLAN}" or False',
@@ -99,6 +103,21 @@ class Options:
                 try_="deterministic=True gives the same bits on every run of one plan",
             )  # fmt: skip
         return asked
+
+    @property
+    def low(self) -> str:
+        """How matmuls are made in 8-bit floats."""
+        return self.precision if isinstance(self.precision, str) else ""
+
+    @property
+    def guard(self) -> bool:
+        """Whether steps are left out whose loss is NaN or Inf."""
+        return self.on_nan == "skip"
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What is captured with the step: the norm that gradients are clipped to, and the dtype of the compute."""
+        return {"clip": self.clip, "precision": torch.bfloat16 if self.low else self.precision}
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:

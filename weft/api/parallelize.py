@@ -6,8 +6,9 @@ The user's optimizer keeps its role as the holder of learning rates, so schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -46,7 +47,6 @@ from weft.transform.any_plan import require_any_plan
 from weft.transform.recompute import recomputed, regions_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
-LOW = ("fp8", "fp8-block")  # 8-bit floats with a scale for every row, or for every block of 128
 
 
 def parallelize(
@@ -106,16 +106,12 @@ def parallelize(
             named = _by_parts(named, asked.accumulate)
     forget_updates(optimizer)
     begin_with(model, asked.weights, asked.seed)
-    low = _low(asked.precision)
-    how = {"clip": asked.clip, "precision": torch.bfloat16 if low else asked.precision}
-    same = {**how, "precision": asked.precision, "accumulate": asked.accumulate, "seed": asked.seed, "pins": tuple(pins), "on_nan": asked.on_nan}
+    asked = replace(asked, pins=tuple(pins))
+    same = {name: getattr(asked, name) for name in ("clip", "precision", "accumulate", "seed", "pins", "on_nan")}
     run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
-    made = _StepRequest(
-        model, loss, optimizer, example, where, asked.seed, how, asked.accumulate, asked.allow_micro_mean, pins, asked.noise, asked.check,
-        asked.on_nan == "skip", low, asked.deterministic == ANY_PLAN, named, file, Variants(model, loss, optimizer, example, run),
-    )  # fmt: skip
+    made = _StepRequest(model, loss, optimizer, example, where, asked, named, file, Variants(model, loss, optimizer, example, run))
     with seldom_collected():
-        step = made.step(asked.others or {}, bytes_of(asked.memory) if asked.memory else 0.0)
+        step = made.step()
     step.set_safety(asked.on_nan, asked.deterministic)
     if asked.record is not None or asked.progress:
         step.record(asked.record, progress=asked.progress is not False)
@@ -131,37 +127,34 @@ class _StepRequest:
     optimizer: torch.optim.Optimizer
     example: Any
     device: torch.device
-    seed: int
-    how: Mapping[str, Any]  # clip and precision
-    accumulate: int
-    mean: bool
-    pins: Sequence[str]
-    noise: bool
-    check: bool
-    guard: bool  # leave out steps whose loss is NaN or Inf
-    low: str  # how matmuls are made in 8-bit floats
-    any_plan: bool  # bits that no plan changes
+    asked: Options
     named: Spec | None  # none until one is chosen
     file: planfile.Followed | None
     variants: Variants
-    constraints: auto.PlanRequest = field(init=False)
 
-    def step(self, others: Mapping[str, Mapping[str, Any]], memory: float) -> Step:
+    @cached_property
+    def constraints(self) -> auto.PlanRequest:
+        return auto.PlanRequest(tuple(map(parse_pin, self.asked.pins)), self.asked.noise, bytes_of(self.asked.memory) if self.asked.memory else 0.0)
+
+    @property
+    def any_plan(self) -> bool:
+        """Whether no plan may change bits."""
+        return self.asked.deterministic == ANY_PLAN
+
+    def step(self) -> Step:
         warm_up(self.device)
-        self.constraints = auto.PlanRequest(tuple(map(parse_pin, self.pins)), self.noise, memory)
         if self.any_plan and self.named is not None:
             require_any_plan(self.named)
         if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
             return self._line()
         moment = Moment.now()
-        captured = self.variants.observed(lambda reads: self._captured(self.example, self.accumulate, reads=reads, given=self.variants.given))
+        captured = self.variants.observed(lambda reads: self._captured(self.example, self.asked.accumulate, reads=reads, given=self.variants.given))
         judged = self._checked(captured, self.example, moment)
-        draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.guard else self.file
+        draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.asked.guard else self.file
         decision = None
         if self.named is None:
-            decision = auto.agree(
-                draft.step, self.device, self.constraints, {n: dtensor_pins(self.model, x) for n, x in others.items()}, self._lines()
-            )
+            others = {n: dtensor_pins(self.model, x) for n, x in (self.asked.others or {}).items()}
+            decision = auto.agree(draft.step, self.device, self.constraints, others, self._lines())
             self.named = decision.named
             if self.any_plan:
                 require_any_plan(self.named)
@@ -179,8 +172,9 @@ class _StepRequest:
     def retrace(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
         """The step of what Python says now; none where its program is known. A batch of another size may be fewer micro-batches."""
         moment = Moment.now()
-        fewer = self.accumulate > 1 and not self.mean
-        captured = self._captured(batch, most_parts(batch_dims_of(batch)[0], self.accumulate) if fewer else self.accumulate, **settings)
+        parts = self.asked.accumulate
+        fewer = parts > 1 and not self.asked.allow_micro_mean
+        captured = self._captured(batch, most_parts(batch_dims_of(batch)[0], parts) if fewer else parts, **settings)
         draft = self._begun(captured)
         if known(draft.step):
             return None
@@ -189,11 +183,11 @@ class _StepRequest:
         return step
 
     def _captured(self, batch: Any, parts: int, **settings: Any) -> Captured:
-        apart = {"accumulate": parts, "allow_micro_mean": self.mean}
-        return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.how, **settings)
+        apart = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
+        return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.asked.how, **settings)
 
     def _checked(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
-        if not self.check:
+        if not self.asked.check:
             return None
         case = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment)
         with as_before(captured.reads):
@@ -201,11 +195,11 @@ class _StepRequest:
 
     @property
     def _how(self) -> How:
-        return How(self.how["clip"], self.accumulate if self.mean else 1, self.how["precision"])
+        return How(parts=self.asked.accumulate if self.asked.allow_micro_mean else 1, **self.asked.how)
 
     def _begun(self, captured: Captured) -> Draft:
         """The step as far as it is the same under every plan."""
-        asked = Draft(captured, self.named or Spec(), pins=self.constraints.pins, noise=self.noise, guard=self.guard, device=self.device)
+        asked = Draft(captured, self.named or Spec(), pins=self.constraints.pins, noise=self.asked.noise, guard=self.asked.guard, device=self.device)
         return passes.run(asked, until="guard")
 
     def _one(self, draft: Draft, decision: auto.Decision | None, batch: Any) -> Step:
@@ -222,11 +216,11 @@ class _StepRequest:
                 found=f"{len(draft.moves)} rewrites", try_=f'plan="{named}"',
             )  # fmt: skip
         require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
-        report = verified(source, program, lambda: captured.inputs(batch)) if self.check else None
-        program = cast(Program, passes.run(replace(placed, low=self.low), after="noise").program) if self.low else program
-        step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.seed)
+        report = verified(source, program, lambda: captured.inputs(batch)) if self.asked.check else None
+        program = cast(Program, passes.run(replace(placed, low=self.asked.low), after="noise").program) if self.asked.low else program
+        step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.asked.seed)
         step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced
-        step.how, step.checked = self._how, self.check
+        step.how, step.checked = self._how, self.asked.check
         return step
 
     def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
@@ -246,23 +240,14 @@ class _StepRequest:
         from weft.api.pipelined import pipelined
 
         named = cast(Spec, self.named)
-        if self.noise:
+        if self.asked.noise:
             raise PlanError(
                 f"{named} runs micro-batches, which leave the noise scale unmeasured",
                 needed="noise=False", found="noise=True", try_="a plan without pp and micro",
             )  # fmt: skip
-        asked = {
-            "followed": self.file,
-            "mean": self.mean,
-            "accumulate": self.accumulate,
-            "pins": self.pins,
-            "guard": self.guard,
-            "check": self.check,
-            "low": self.low,
-        }
         return pipelined(
-            self.model, self.loss, self.optimizer, batch, named, self.device, self.seed, **self.how, **asked, known=known, **settings
-        )
+            self.model, self.loss, self.optimizer, batch, named, self.device, self.asked, followed=self.file, known=known, **settings
+        )  # fmt: skip
 
     def _lines(self) -> PipelinePlans | None:
         """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
@@ -272,17 +257,8 @@ class _StepRequest:
             samples, _ = batch_dims_of(self.example)
         except PlanError:
             return None
-        steps = micro_steps(self.model, self.example, self.loss, self.optimizer, **self.how, mean=self.mean)
-        return PipelinePlans(steps, samples, self.accumulate if self.accumulate > 1 else 0)
-
-
-def _low(precision: Any) -> str:
-    if isinstance(precision, str) and precision not in LOW:
-        raise PlanError(
-            f"no precision {precision!r}", needed=f"{', '.join(map(repr, LOW))}, or a dtype such as torch.bfloat16".replace("'", '"'), found=repr(precision),
-            try_='precision="fp8"',
-        )  # fmt: skip
-    return precision if isinstance(precision, str) else ""
+        steps = micro_steps(self.model, self.example, self.loss, self.optimizer, **self.asked.how, mean=self.asked.allow_micro_mean)
+        return PipelinePlans(steps, samples, self.asked.accumulate if self.asked.accumulate > 1 else 0)
 
 
 def _by_parts(named: Spec, accumulate: int) -> Spec:

@@ -15,7 +15,7 @@ from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
 from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
-from weft.passes import PlacedStages, place_stages, split_stages
+from weft.passes import place_stages, split_stages
 from weft.plan.pins import Pin, resolve
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
@@ -60,7 +60,7 @@ class PipelinePlans:
     def predicted(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
         return self.built(plan, where, pins)[1]
 
-    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[PlacedStages, Seen]:
+    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[PlacedPipeline, Seen]:
         """The stages of a plan, and what is predicted of them."""
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
@@ -69,7 +69,7 @@ class PipelinePlans:
         if found.told:
             raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.told))
         made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
-        return made, predicted(made.line, plan, where)
+        return made, predicted(made, plan, where)
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
+from weft.api.options import Options
 from weft.api.runner import Runner, Values
 from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
@@ -36,7 +37,7 @@ from weft.frontend.capture.micro import PART, Micro, batch_dims_of, in_micro_bat
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.passes import Draft, Follows, PlacedStages, place_stages, split_stages
+from weft.passes import Draft, Follows, Stages, place_stages, split_stages
 from weft.plan.named import input_layouts
 from weft.plan.pins import parse_pin
 from weft.plan.place import Placements, place
@@ -46,7 +47,7 @@ from weft.plan.split import LOSS_SUM, program_of, split_like
 from weft.runtime.agree import require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages
-from weft.transform.pipeline import PlacedStage, place_stage, spread, update
+from weft.transform.pipeline import PlacedPipeline, PlacedStage, place_stage, spread, update
 
 if TYPE_CHECKING:
     from weft.api.record_pipeline import PipelineRecorder
@@ -62,49 +63,42 @@ def pipelined(
     example: Any,
     plan: Spec,
     device: torch.device,
-    seed: int,
+    asked: Options,
     *,
-    accumulate: int = 1,
-    clip: float | None = None,
-    precision: torch.dtype | None = None,
-    pins: Sequence[str] = (),
     followed: Follows | None = None,
-    mean: bool = False,
-    guard: bool = False,
-    low: str = "",
-    check: bool = True,
     known: Callable[[Captured], bool] | None = None,
     **settings: Any,
 ) -> PipelinedStep | None:
-    """The step of a plan in micro-batches; `accumulate` says how many where the plan does not, `followed` what it says
-    beyond its words, `mean` that the loss is the mean over what micro-batches give by themselves;
+    """The step of a plan in micro-batches; what is `asked` may say how many where the plan does not, `followed` what it says beyond its words;
     `settings` go to the capture. Of a step that was made before, `known` tells programs that need not be made again."""
+    accumulate, how = asked.accumulate, How(**asked.how)
     if accumulate > 1 and plan.micro not in (0, accumulate):
         raise PlanError(
             f"{plan} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{plan.micro} and {accumulate}"
         )
     plan = replace(plan, micro=accumulate if accumulate > 1 else plan.micro)
     moment = Moment.now()
-    steps = micro_steps(model, example, loss, optimizer, mean=mean, clip=clip, precision=precision, **settings)
+    steps = micro_steps(model, example, loss, optimizer, mean=asked.allow_micro_mean, **asked.how, **settings)
     take = partial(steps, plan.micro_batches) if known is None and plan.micro else partial(_fewer, plan, steps, example)
     draft = passes.run(
-        Draft(None, plan, followed, pins=tuple(map(parse_pin, pins)), guard=guard, low=low, device=device, derive=take), until="micro-batch"
+        Draft(None, plan, followed, pins=tuple(map(parse_pin, asked.pins)), guard=asked.guard, low=asked.low, device=device, derive=take),
+        until="micro-batch",
     )
     micro, captured = cast(Micro, draft.micro), draft.captured
     if known is not None and known(captured):
         return None
-    case = Case(model, loss, optimizer, How(clip, 1, precision), device, moment)
+    case = Case(model, loss, optimizer, how, device, moment)
 
     def look(batch: Any) -> Verdict | None:
         with as_before(captured.reads):
             return _checked(micro, case, batch)
 
-    judged = look(example) if check and known is None else None
+    judged = look(example) if asked.check and known is None else None
     draft = passes.run(draft, after="micro-batch")
-    step = PipelinedStep(replace(micro, captured=draft.step), draft, model, loss, optimizer, seed)
-    step.captured, step.traced, step.moves, step.verified, step.how = captured, captured.program, draft.moves, judged, case.how
-    step.unjudged, step.checked = look if check and known is not None else None, check
-    if check:
+    step = PipelinedStep(replace(micro, captured=draft.step), draft, model, loss, optimizer, asked.seed)
+    step.captured, step.traced, step.moves, step.verified, step.how = captured, captured.program, draft.moves, judged, how
+    step.unjudged, step.checked = look if asked.check and known is not None else None, asked.check
+    if asked.check:
         step.report = step.verify()
     return step
 
@@ -190,9 +184,9 @@ class PipelinedStep(Step):
     lifts = False
 
     def __init__(self, micro: Micro, draft: Draft, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        self.micro, captured, made, plan, device = micro, micro.captured, cast(PlacedStages, draft.laid), draft.spec, draft.device
+        self.micro, captured, plan, device = micro, micro.captured, draft.spec, draft.device
         self._ahead = captured.program.inputs_for(Role.AHEAD)
-        self.line, self.stages, self.held, self.options = made.line, made.stages, made.held, made.options
+        self.line, self.split = cast(PlacedPipeline, draft.laid), cast(Stages, draft.stages)
         self._draft = draft
         super().__init__(captured, self.line.update, plan, model, loss, optimizer, device, seed)
         require_same(f"pipeline {plan}", self.line.text)
@@ -205,10 +199,10 @@ class PipelinedStep(Step):
         self._first = None if micro.first is None else self._before(micro.first)
         self._evaluate: _Evaluation | None = None
 
-    def under_plan(self, plan: Spec) -> PlacedStages:
+    def under_plan(self, plan: Spec) -> PlacedPipeline:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
         found = self._draft.plan.found(self._draft.step) if self._draft.plan is not None else None
-        return place_stages(self._draft.step, plan, split_stages(self._draft.step, plan, {}, self.held, found), first=self.micro.first)
+        return place_stages(self._draft.step, plan, split_stages(self._draft.step, plan, {}, self.split.held, found), first=self.micro.first)
 
     def _full_batch_types(self) -> dict[str, Type]:
         """How a full batch is laid out: every micro-batch as the stages hold it, one behind the other."""
@@ -224,7 +218,7 @@ class PipelinedStep(Step):
 
     def _places(self, name: str, shape: tuple[int, ...], dim: int | None) -> Placements:
         """Placements of a tensor of a micro-batch, in the full tensor."""
-        each = {axis: p for axis, p in self.held.get(name, {}).items() if axis in self.plan.mesh.axes}
+        each = {axis: p for axis, p in self.split.held.get(name, {}).items() if axis in self.plan.mesh.axes}
         size = shape[dim] // self.micro.parts if dim is not None else 0
         return {a: S(dim, size) if isinstance(p, S) and p.dim == dim and p.within is None else p for a, p in each.items()}  # type: ignore[arg-type]
 
@@ -358,9 +352,9 @@ class _Evaluation:
         self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
         held, options = input_layouts(program, plan, {})
-        held |= {n: places for n, places in step.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
+        held |= {n: places for n, places in step.split.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
         laid: dict[str, Any] = {}
-        stages = split_like(self.captured, step.stages)
+        stages = split_like(self.captured, step.split.cut)
         self.stages = tuple(sorted((place_stage(s, plan, held, options, laid) for s in stages), key=lambda s: s.number))
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
         self.runner = Runner(self.stages, order, step.compiled, step.messages)

@@ -11,7 +11,7 @@ import atexit
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,22 +328,25 @@ def _by_variable(program: Program) -> dict[str, Node | Group]:
 
 
 def _options(decision: Any) -> list[dict[str, Any]]:
-    told = getattr(decision, "options", ())
-    return [{"plan": o.plan, "step_ms": o.ms, "memory_gb": o.gb, "causes_ms": dict(o.causes), "reason": o.reason} for o in told]
+    return [o.data() for o in getattr(decision, "options", ())]
 
 
 def _others(step: Step, cluster: Cluster) -> list[dict[str, Any]]:
     """The other plans for these ranks, by name, each predicted as it would run."""
     from weft.api.auto import prepare, words
 
+    plans = list(words(step.captured, cluster.devices))[:MOST]
+    return options_of({str(named): lambda named=named: predict(prepare(step.captured, named), cluster) for named in plans})  # type: ignore[misc]
+
+
+def options_of(plans: Mapping[str, Callable[[], Seen]]) -> list[dict[str, Any]]:
+    """Each plan with what is predicted of it, or why it cannot be had."""
+    from weft.api.auto import Option
+
     found = []
-    for named in list(words(step.captured, cluster.devices))[:MOST]:
+    for name, seen in plans.items():
         try:
-            seen = predict(prepare(step.captured, named), cluster)
+            found.append(Option.of(name, seen()))
         except WeftError as e:
-            found.append({"plan": str(named), "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": e.message})
-        else:
-            found.append(
-                {"plan": str(named), "step_ms": seen.step_ms, "memory_gb": seen.memory_gb, "causes_ms": dict(seen.causes_ms), "reason": ""}
-            )
-    return found
+            found.append(Option(name, reason=e.message))
+    return [o.data() for o in found]

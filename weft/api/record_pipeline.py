@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -27,12 +28,12 @@ from weft.api.record import (
     last_starts,
     measured_line,
     model_flops,
+    options_of,
     rewrite_rules_used,
     tensors,
 )
 from weft.api.runner import Values
 from weft.cluster.spec import Cluster
-from weft.core.errors import WeftError
 from weft.cost.pipeline import pass_name
 from weft.cost.staged import StagedStep
 from weft.cost.timeline import Seen, Task, Timeline
@@ -95,23 +96,15 @@ class PipelineRecorder(Recorder):
 
     def _others(self, cluster: Cluster) -> list[dict[str, Any]]:
         """The other schedules for the same degrees."""
-        plan = self.step.plan
-        found = {str(plan): self.predicted}
-        reasons: dict[str, str] = {}
-        for schedule in SCHEDULES if plan.pp > 1 else ():
-            other = replace(plan, schedule=schedule, virtual=0, micro=plan.micro_batches)
-            if schedule == plan.schedule:
-                continue
-            try:
-                checked = Spec.parse(str(other))
-                found[str(other)] = predicted(self.step.under_plan(checked).line, checked, cluster)
-            except WeftError as error:
-                reasons[str(other)] = error.message
-        timed = [
-            {"plan": name, "step_ms": s.step_ms, "memory_gb": s.memory_gb, "causes_ms": dict(s.causes_ms), "reason": ""}
-            for name, s in found.items() if s is not None
-        ]  # fmt: skip
-        return timed + [{"plan": n, "step_ms": 0.0, "memory_gb": 0.0, "causes_ms": {}, "reason": why} for n, why in reasons.items()]
+        plan, predicted_before = self.step.plan, self.predicted
+
+        def seen(other: Spec) -> Seen:
+            checked = Spec.parse(str(other))
+            return predicted(self.step.under_plan(checked), checked, cluster)
+
+        others = (replace(plan, schedule=name, virtual=0, micro=plan.micro_batches) for name in SCHEDULES if plan.pp > 1 and name != plan.schedule)
+        own = {str(plan): lambda: predicted_before} if predicted_before is not None else {}
+        return options_of({**own, **{str(other): partial(seen, other) for other in others}})
 
 
 # --- what is there

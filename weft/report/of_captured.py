@@ -75,8 +75,8 @@ def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
     """Every pass of every stage where it runs, and memory of the fullest."""
     from weft.api.record_pipeline import split
 
-    laid, seen = asked.pool.lines.built(plan.spec, asked.pool.where)
-    facts = _facts(plan, seen, laid.line.update, asked.pool.captured.states, dict(laid.line.update.mesh.sizes), "the full step")
+    line, seen = asked.pool.lines.built(plan.spec, asked.pool.where)
+    facts = _facts(plan, seen, line.update, asked.pool.captured.states, dict(line.update.mesh.sizes), "the full step")
     return {**facts, "verbs": [split(plan.spec.micro_batches, plan.spec.virtual_stages)]}
 
 
