@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from weft.core.errors import NotDifferentiable, TypeMismatch, UnknownName
 from weft.core.layout import Layout, O, P, Placement, R, Replicated
-from weft.core.node import Node, Type, constant, make, toposort
+from weft.core.node import Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
 from weft.ops.comm import all_reduce_partials, is_comm, reshard
 from weft.ops.pointwise import add
@@ -194,10 +194,7 @@ def _through_parts(node: Node, cts: list[Node | None]) -> list[Node | None]:
     parts = node.op.written(*slots, **dict(node.attrs))
     parts = parts if isinstance(parts, tuple) else (parts,)
     found = backward({parts[i]: ct for i, ct in back.items()}, slots)
-    made = dict(zip(slots, node.args, strict=True)) | {slot: cts[i] for i, slot in back.items()}
-    for n in toposort(found.values()):
-        if n not in made:
-            made[n] = make(n.op, tuple(made[a] for a in n.args), dict(n.attrs)) if n.args else n
+    made = remade(found.values(), {**dict(zip(slots, node.args, strict=True)), **{slot: cts[i] for i, slot in back.items()}})
     return [made[found[s]] if s in found else None for s in slots]
 
 

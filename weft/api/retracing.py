@@ -27,7 +27,7 @@ from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.names import original
-from weft.core.node import Node, constant, make, remade, user_level
+from weft.core.node import Node, constant, remade, user_level, with_operands
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
@@ -638,7 +638,7 @@ def _filled_in(program: Program, values: Mapping[str, float]) -> dict[str, Node]
             made[n] = _computed(n, args)
         else:
             args = args[::-1] if n.op in (add, mul) and args[0].op.is_number else args
-            made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
+            made[n] = with_operands(n, args)
     return {name: made[n] for name, n in program.outputs}
 
 

@@ -455,13 +455,17 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
     return list(order)
 
 
+def with_operands(node: Node, args: tuple[Node, ...]) -> Node:
+    """The same op on other operands; the node itself where they are its own."""
+    return node if args == node.args else make(node.op, args, dict(node.attrs))
+
+
 def remade(roots: Iterable[Node], swap: Mapping[Node, Node]) -> dict[Node, Node]:
     """What becomes of the roots and all they need when some nodes are replaced."""
     made = dict(swap)
     for n in toposort(roots):
         if n not in made:
-            args = tuple(made[a] for a in n.args)
-            made[n] = n if all(a is b for a, b in zip(args, n.args, strict=True)) else make(n.op, args, dict(n.attrs))
+            made[n] = with_operands(n, tuple(made[a] for a in n.args))
     return made
 
 

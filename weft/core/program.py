@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.core.errors import AmbiguousPlace, InvalidProgram
 from weft.core.layout import Mesh
-from weft.core.node import Node, make, toposort
+from weft.core.node import Node, toposort, with_operands
 from weft.core.picture import html_of
 from weft.core.role import Role
 
@@ -201,17 +201,13 @@ class Program:
         swap = {**swap, **(inputs or {})}
         moved: dict[Node, Node] = {}
         for n in toposort([*(n for _, n in self.outputs), *self.nodes, *(inputs or {})]):
-            moved[n] = swap[n] if n in swap else self._remade(n, moved)
+            moved[n] = swap[n] if n in swap else with_operands(n, tuple(moved[a] for a in n.args))
         new_outputs = tuple((name, moved[n]) for name, n in self.outputs)
         kept = tuple(moved[n] if n in (inputs or {}) else n for n in self.inputs)
         groups = tuple(replace(g, nodes=tuple(dict.fromkeys(moved[n] for n in g.nodes))) for g in self.groups)
         lines = {**{moved[n]: line for n, line in self.lines.items() if n in moved}}
         new = Program(self.name, self.mesh, kept, new_outputs, self.state, groups, lines, self, step, moved)
         return new.with_groups(new._live_groups(), new.parent, step) if groups else new
-
-    def _remade(self, node: Node, moved: Mapping[Node, Node]) -> Node:
-        args = tuple(moved[a] for a in node.args)
-        return node if all(a is b for a, b in zip(args, node.args, strict=True)) else make(node.op, args, dict(node.attrs))
 
     def _live_groups(self) -> tuple[Group, ...]:
         live = (replace(g, nodes=tuple(n for n in g.nodes if n in self.node_set and n not in self.input_set)) for g in self.groups)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.core.layout import P
-from weft.core.node import Node, Type, make, remade, toposort
+from weft.core.node import Node, Type, make, remade, toposort, with_operands
 from weft.core.role import Role
 from weft.dynamic.trace import Shape, VertexProgram, input_name, output_name
 from weft.dynamic.vertex import Source
@@ -41,7 +41,7 @@ def specialise(f: VertexProgram, absent: Iterable[Source]) -> VertexProgram:
         elif n.op in (add, sub) and (rest := _without(n, zeros, made)) is not None:
             made[n] = rest
         else:
-            made[n] = make(n.op, tuple(made[a] for a in n.args), dict(n.attrs))
+            made[n] = with_operands(n, tuple(made[a] for a in n.args))
     return f.with_outputs([(name, made[n]) for name, n in f.program.outputs], "without what is absent")
 
 
@@ -143,7 +143,7 @@ def _narrowed(f: VertexProgram) -> VertexProgram:
         for n in reversed(f.program.nodes):
             alone = n.op.kind is Kind.POINTWISE and users[n] and n not in results and n.op is not dropout_op
             if alone and all(u.op is narrow_op and u.attr("dim") == n.ndim - 1 > 0 for u in users[n]):
-                swap |= {u: make(n.op, tuple(_part(a, n, u) for a in n.args), dict(n.attrs)) for u in users[n]}
+                swap |= {u: with_operands(n, tuple(_part(a, n, u) for a in n.args)) for u in users[n]}
         if not swap:
             return f
         f = f.with_nodes(swap, "pointwise ops in parts")

@@ -104,6 +104,13 @@ def remake(
     return new_program(program.name, mesh, inputs, outputs, state=program.state, lines=lines)
 
 
+def rebuilt(program: Program, node: Callable[[Node, tuple[Node, ...]], Node], made: dict[Node, Node] | None = None) -> Program:
+    """The program on the inputs it has, each node as `node` makes it of what became of its operands; `made` is filled with these."""
+    made = {} if made is None else made
+    made |= {n: n for n in program.inputs}
+    return remake(program, program.mesh, made, lambda n: n, lambda n: node(n, tuple(made[a] for a in n.args)), lambda name, n, state: made[n])
+
+
 class _Placer:
     def __init__(
         self,

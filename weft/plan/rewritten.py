@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.autodiff import backward
 from weft.core.errors import InvalidTransform, PlanError
-from weft.core.node import Node, constant, make
+from weft.core.node import Node, constant, with_operands
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
 from weft.ops.linalg import einsum_op, matmul
@@ -99,13 +99,13 @@ def as_products(captured: Captured) -> RewrittenStep:
     of the forward pass so written: a rule used and taken back leads here again."""
     program, made = by_definition(captured.program), dict[Node, Node]()
     for n in program.nodes:
-        args = tuple(made.get(a, a) for a in n.args)
+        args = tuple(made[a] for a in n.args)
         turned = PRODUCTS.get(str(n.attr("equation"))) if n.op is einsum_op else None
         if turned is not None:
             made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, turned, strict=True)))
-        elif n.args:
-            made[n] = make(n.op, args, dict(n.attrs))
-    outputs = {name: made.get(n, n) for name, n in program.outputs}
+        else:
+            made[n] = with_operands(n, args)
+    outputs = {name: made[n] for name, n in program.outputs}
     gradients = {name: made.get(n, n) for name, n in captured.gradients.items() if name in program.input_names}
     step = RewrittenStep(new_program(program.name, program.mesh, program.inputs, outputs, state=program.state), gradients)
     return step._with_loss(outputs["loss"]) if gradients else step

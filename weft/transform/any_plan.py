@@ -18,7 +18,7 @@ from weft.ops.comm import all_gather, all_reduce, reduce_scatter, reshard, slice
 from weft.ops.leaves import by_leaves, in_leaves, tree_sum
 from weft.ops.reduce import norm_dims, sum_
 from weft.ops.registry import ONE, Equation, Kind, equation_of
-from weft.plan.place import remake
+from weft.plan.place import rebuilt
 from weft.plan.spec import Spec
 from weft.transform.updates import unfold_updates
 
@@ -45,21 +45,15 @@ def _refused(found: str, needed: str, try_: str) -> PlanError:
 def any_plan(p: Program) -> Program:
     """The placed program with its sums by one tree over global indices."""
     p = unfold_updates(p)
-    made: dict[Node, Node] = {}
 
-    def node(n: Node) -> Node:
-        args = tuple(made[a] for a in n.args)
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
         try:
             return _as_placed(_ordered(n, args), n)
         except (TypeMismatch, LayoutError) as e:
             found = f"{n.op.name} with operands {', '.join(str(a.types[0]) for a in args)}"
             raise _refused(found, f"sums in a fixed order ({e.needed})", "a plan of dp alone") from e
 
-    def same(n: Node) -> Node:
-        made[n] = n
-        return n
-
-    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+    return rebuilt(p, node)
 
 
 def _ordered(n: Node, args: tuple[Node, ...]) -> Node:

@@ -9,37 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.core.layout import Layout, Replicated, S
-from weft.core.node import Node, make
+from weft.core.node import Node, with_operands
 from weft.core.program import Program
 from weft.ops.comm import reshard
 from weft.ops.fill import arange
 from weft.ops.rounds import HANDS, rounds, rounds_backward
-from weft.plan.place import remake
+from weft.plan.place import rebuilt
 
 
 def balance_samples(p: Program) -> Program:
     """The placed program with the samples of dynamic models dealt to the ranks; one without such models is itself."""
     if not any(n.op is rounds for n in p.nodes):
         return p
-    made: dict[Node, Node] = {}
     home: dict[Node, list[Layout]] = {}
 
-    def node(n: Node) -> Node:
-        args = tuple(made[a] for a in n.args)
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op is rounds or n.op is rounds_backward:
             first = 0 if n.op is rounds else len(n.attr("gives"))
             axes = shared(n, first)
-            new = make(n.op, _gathered(n, args, first, axes), dict(n.attrs)) if axes else make(n.op, args, dict(n.attrs))
+            new = with_operands(n, _gathered(n, args, first, axes) if axes else args)
             home[new] = [t.layout for t in n.types]
             return new if len(new.types) > 1 else reshard(new, home[new][0])  # type: ignore[no-any-return]
-        new = make(n.op, args, dict(n.attrs))
+        new = with_operands(n, args)
         return reshard(new, home[args[0]][n.attr("index")]) if n.op.is_item and args[0] in home else new  # type: ignore[no-any-return]
 
-    def same(n: Node) -> Node:
-        made[n] = n
-        return n
-
-    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+    return rebuilt(p, node)
 
 
 def shared(n: Node, first: int) -> list[str]:

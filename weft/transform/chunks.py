@@ -14,13 +14,13 @@ from typing import Any
 
 from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import finest
-from weft.core.node import Node, make, op_named
+from weft.core.node import Node, make, op_named, with_operands
 from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter
 from weft.ops.pointwise import add, cast
 from weft.ops.registry import equation_of
 from weft.ops.shape import concat, narrow, reshape, reshape_op
-from weft.plan.place import remake
+from weft.plan.place import rebuilt
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
     parts: dict[Node, _Parts] = {}
     items: dict[Node, list[Node | _Parts]] = {}
 
-    def node(n: Node) -> Node:
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op.is_item and n.args[0] in items:
             found = items[n.args[0]][n.attr("index")]
             if isinstance(found, Node):
@@ -58,32 +58,22 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
                 return n
             parts[n] = results[0]  # type: ignore[assignment]
         else:
-            return make(n.op, tuple(made[a] for a in n.args), dict(n.attrs))
+            return with_operands(n, args)
         return parts[n].whole()
 
-    def same(n: Node) -> Node:
-        made[n] = n
-        return n
-
-    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+    return rebuilt(p, node, made)
 
 
 def sent_alone(p: Program, axis: str) -> Program:
     """The placed program with the experts that are reached along an axis told to have tokens sent to the ranks they picked: the same values, run
     by an all_to_all whose sizes the moment decides. Where each rank has as many tokens and as many experts."""
-    made: dict[Node, Node] = {}
 
-    def node(n: Node) -> Node:
-        args, attrs = tuple(made[a] for a in n.args), dict(n.attrs)
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
         gathered = n.args[0].op is all_gather and n.args[0].attr("axis") == axis if n.op.products is not None and n.args else False
         even = gathered and all(a.layout.is_even for a in (n.args[0].args[0], n.args[-1]))
-        return make(n.op, args, {**attrs, "sent": axis} if even else attrs)
+        return make(n.op, args, {**dict(n.attrs), "sent": axis}) if even else with_operands(n, args)
 
-    def same(n: Node) -> Node:
-        made[n] = n
-        return n
-
-    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+    return rebuilt(p, node)
 
 
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
@@ -103,7 +93,7 @@ def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[No
         return None
     try:
         given = [_split(made[a], dims[k], outer, chunks, axis) if k in dims else [made[a]] * chunks for k, a in enumerate(n.args)]
-        runs = [make(n.op, args, dict(n.attrs)) for args in zip(*given, strict=True)]
+        runs = [with_operands(n, args) for args in zip(*given, strict=True)]
         return [_joined(runs, i, labels, label, outer, n.types[i].shape) for i, labels in enumerate(eq.outs)]
     except (LayoutError, TypeMismatch):  # slices that do not divide so
         return None

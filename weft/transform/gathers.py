@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.codegen.order import MESSAGE, is_wire
-from weft.core.node import Node, make, op_named
+from weft.core.node import Node, make, op_named, with_operands
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.ops.comm import all_gather
@@ -74,14 +74,13 @@ def _remade(p: Program, some: Sequence[tuple[_GatheredParameter, Node]]) -> Prog
         """The same made of the parameter anew, once what it waits for is there."""
         if (a, after) not in second:
             if a.args:
-                second[a, after] = make(a.op, (again(a.args[0], after),), dict(a.attrs))
+                second[a, after] = with_operands(a, (again(a.args[0], after),))
             else:
                 second[a, after] = make(op_named("item"), (make(op_named("optimization_barrier"), (a, made.get(after, after)), {}),), {"index": 0})
         return second[a, after]
 
     for n in p.nodes:
         args = tuple(again(a, start[a]) if n in readers and a in start else made.get(a, a) for a in n.args)
-        if args != n.args:
-            made[n] = make(n.op, args, dict(n.attrs))
-    new = p.with_outputs([(name, made.get(n, n)) for name, n in p.outputs], "gather again")
+        made[n] = with_operands(n, args)
+    new = p.with_outputs([(name, made[n]) for name, n in p.outputs], "gather again")
     return replace(new, lines={made.get(n, n): line for n, line in p.lines.items()})

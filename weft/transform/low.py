@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from weft.core.errors import LayoutError, TypeMismatch
 from weft.core.layout import P
-from weft.core.node import Node, make
+from weft.core.node import Node, with_operands
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.ops.loss import cross_entropy_op
@@ -21,7 +21,7 @@ from weft.ops.low import BLOCK, block_matmul, scaled_matmul
 from weft.ops.pointwise import add, cast
 from weft.ops.registry import Kind, equation_of
 from weft.ops.shape import narrow_op, optimization_barrier
-from weft.plan.place import remake
+from weft.plan.place import rebuilt
 
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 
@@ -29,23 +29,17 @@ EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False) -> Program:
     """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared. A scale for every row or, with `blocks`,
     for every block of 128, where what is summed and its shards are whole blocks."""
-    made: dict[Node, Node] = {}
     kept, loss = _of_heads(p, spared), p.output_names.get("loss")
     forward = p.needs(loss) if loss is not None else set()  # gradients are summed in float32: over all tokens, fewer digits lose what is small
 
-    def node(n: Node) -> Node:
-        args = tuple(made[a] for a in n.args)
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
         equation = _plain(n) if n not in kept else ""
         if not equation:
-            return make(n.op, args, dict(n.attrs))
+            return with_operands(n, args)
         found = _in_blocks(equation, n, args) if blocks else None
         return found if found is not None else scaled_matmul(equation, args[0], args[1], n.dtype, n in forward)  # type: ignore[no-any-return]
 
-    def same(n: Node) -> Node:
-        made[n] = n
-        return n
-
-    return remake(p, p.mesh, made, same, node, lambda name, n, state: made[n])
+    return rebuilt(p, node)
 
 
 def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import PlanError
-from weft.core.node import Node, make, op_named, remade, toposort
+from weft.core.node import Node, make, op_named, remade, toposort, with_operands
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.ops.host import from_host, landed, to_host
@@ -151,7 +151,7 @@ class _Recomputed:
         """The backward pass over second runs, later regions first."""
         for n in sorted(self.back, key=lambda n: -self.level[n]):
             args = tuple(self._read(a, self.level[n]) for a in n.args)
-            self._made[n] = make(n.op, args, dict(n.attrs))
+            self._made[n] = with_operands(n, args)
         return self._made
 
     def _read(self, a: Node, level: float) -> Node:
@@ -179,7 +179,7 @@ class _Recomputed:
         outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.is_input)
         second = self._remade_inputs(i, list(outer))
         for n in nodes:
-            second[n] = make(n.op, tuple(second.get(a, a) for a in n.args), dict(n.attrs))
+            second[n] = with_operands(n, tuple(second.get(a, a) for a in n.args))
         return second
 
     def _fetched(self, i: int) -> dict[Node, Node]:

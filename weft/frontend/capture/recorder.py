@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import CaptureError
 from weft.core.layout import Layout, Mesh
-from weft.core.node import DTYPE_NAMES, Node, Type, constant, derived, make, toposort, user_line
+from weft.core.node import DTYPE_NAMES, Node, Type, constant, derived, remade, user_line
 from weft.core.role import Role
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.places import Place
@@ -294,9 +294,5 @@ Handler = Callable[..., Any]
 
 def substituted(roots: list[Node], swap: dict[Node, Node]) -> list[Node]:
     """The roots with some nodes replaced and all that depends on them made again."""
-    made = dict(swap)
-    for n in toposort(roots):
-        if n not in made:
-            args = tuple(made[a] for a in n.args)
-            made[n] = n if args == n.args else make(n.op, args, dict(n.attrs))
+    made = remade(roots, swap)
     return [made[n] for n in roots]
