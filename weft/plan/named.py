@@ -8,7 +8,7 @@ vocabularies: a table of more rows than columns is sharded along them, evenly or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from weft.core.errors import LayoutError, PlanError
 from weft.core.layout import Layout, Mesh, O, Placement, R, S
@@ -129,13 +129,24 @@ def tensor_shards(program: Program, loss: Node, weights: Mapping[str, Node], n: 
     forward = program.needs(loss)
     names = {node: name for name, node in weights.items()}
     found: dict[Node, S] = {}
-    for start in (_columns, _rows, _vocabulary):
+    for begin in (_columns, _rows, _vocabulary):
         for node in program.nodes:
-            if node in forward and (node.op.kind is Kind.CONTRACT and len(node.args) == 2 or start is _vocabulary and _looks_up(node)):
+            if node in forward and (node.op.kind is Kind.CONTRACT and len(node.args) == 2 or begin is _vocabulary and _looks_up(node)):
                 for k, w in enumerate(map(_stored, node.args)):
                     if w in names and w not in found:
-                        found |= start(program, forward, names, found, node, k, n)
+                        flows = (_followed(_Flow(program, forward, names, found, n, begin is _vocabulary), *at) for at in begin(node, k, n))
+                        found |= next((cuts for cuts in flows if cuts and (begin is not _rows or w in cuts and len(cuts) > 1)), {})
     return {names[w]: cut for w, cut in found.items()}
+
+
+def _followed(flow: _Flow, value: Node, cut: S) -> dict[Node, S]:
+    """The shardings of weights that follow from one of a value; none where they cannot all be had, or nothing ends them."""
+    try:
+        flow.require(value, cut)
+        flow.follow()
+    except (_Stop, LayoutError):
+        return {}
+    return flow.cuts if flow.ended else {}
 
 
 def _stored(node: Node) -> Node:
@@ -150,61 +161,31 @@ def _looks_up(node: Node) -> bool:
     return any(n.role is Role.BATCH for n in toposort([node.args[1]]))
 
 
-def _vocabulary(
-    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
-) -> dict[Node, S]:
-    """The shardings that follow from sharding a table along its rows, of which it has more than columns: fewer are not worth the reductions."""
+def _vocabulary(node: Node, k: int, n: int) -> Iterator[tuple[Node, S]]:
+    """A table sharded along its rows, of which it has more than columns: fewer are not worth the reductions."""
     eq, table = equation_of(node), node.args[k]
     assert eq is not None
     rows = [d for d, x in enumerate(eq.ins[k]) if x not in eq.ins[1 - k] and (x in eq.outs[0]) != _looks_up(node)]
-    if table.ndim != 2 or len(rows) != 1 or table.shape[rows[0]] <= max(n, table.shape[1 - rows[0]]):
-        return {}
-    flow = _Flow(program, forward, names, found, n, vocabulary=True)
-    try:
-        flow.require(table, S(rows[0]))
-        flow.follow()
-    except (_Stop, LayoutError):
-        return {}
-    return flow.cuts if flow.ended else {}
+    if table.ndim == 2 and len(rows) == 1 and table.shape[rows[0]] > max(n, table.shape[1 - rows[0]]):
+        yield table, S(rows[0])
 
 
-def _rows(
-    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
-) -> dict[Node, S]:
-    """The shardings that follow from sharding this weight by its rows, and with them what it multiplies."""
+def _rows(node: Node, k: int, n: int) -> Iterator[tuple[Node, S]]:
+    """What a weight multiplies, sharded as the weight's rows are."""
     eq = equation_of(node)
     assert eq is not None
     for d, x in enumerate(eq.ins[k]):
         if x in eq.ins[1 - k] and x not in eq.outs[0] and node.args[k].shape[d] % n == 0:
-            flow = _Flow(program, forward, names, found, n)
-            try:
-                flow.require(node.args[1 - k], S(eq.ins[1 - k].index(x)))
-                flow.follow()
-                if flow.ended and _stored(node.args[k]) in flow.cuts and len(flow.cuts) > 1:
-                    return flow.cuts
-            except (_Stop, LayoutError):
-                continue
-    return {}
+            yield node.args[1 - k], S(eq.ins[1 - k].index(x))
 
 
-def _columns(
-    program: Program, forward: set[Node], names: Mapping[Node, str], found: Mapping[Node, S], node: Node, k: int, n: int
-) -> dict[Node, S]:
-    """The shardings that follow from sharding this weight by its columns; none where they cannot all be had."""
+def _columns(node: Node, k: int, n: int) -> Iterator[tuple[Node, S]]:
+    """A weight sharded by its columns."""
     eq = equation_of(node)
     assert eq is not None
-    other = set(eq.ins[1 - k])
-    dims = [d for d, x in enumerate(eq.ins[k]) if x not in other and x in eq.outs[0] and node.args[k].shape[d] % n == 0]
-    for d in dims:
-        flow = _Flow(program, forward, names, found, n)
-        try:
-            flow.require(node.args[k], S(d))
-            flow.follow()
-            if flow.ended:
-                return flow.cuts
-        except (_Stop, LayoutError):
-            continue
-    return {}
+    for d, x in enumerate(eq.ins[k]):
+        if x not in eq.ins[1 - k] and x in eq.outs[0] and node.args[k].shape[d] % n == 0:
+            yield node.args[k], S(d)
 
 
 class _Flow:
