@@ -37,6 +37,7 @@ from weft.plan.pins import Pin, resolve
 from weft.plan.rewritten import SPELLED, Move, moves_of, replayed, rewritten
 from weft.plan.space import divisors
 from weft.plan.spec import MIXED, Spec
+from weft.runtime.agree import from_first, rank, world
 from weft.transform.noise import measured
 from weft.transform.recompute import recomputed, regions_of
 from weft.transform.updates import is_update
@@ -152,15 +153,13 @@ def agree(
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
         return decide(captured, here(1, device), request, others, lines, by_name)
-    told: list[Any] = [None]
-    failed: Exception | None = None
-    if dist.get_rank() == 0:
+    told, failed = "", None
+    if rank() == 0:
         try:
-            told = [json.dumps(asdict(decide(captured, here(dist.get_world_size(), device), request, others, lines, by_name)))]
+            told = json.dumps(asdict(decide(captured, here(world(), device), request, others, lines, by_name)))
         except Exception as e:  # the others wait to be told
-            told, failed = [json.dumps({"error": str(e)})], e
-    dist.broadcast_object_list(told, src=0, device=device if device.type != "cpu" else None)
-    data = json.loads(told[0])
+            told, failed = json.dumps({"error": str(e)}), e
+    data = json.loads(from_first(told, device=device if device.type != "cpu" else None))
     if "error" in data:
         raise failed or PlanError("rank 0 found no plan", found=data["error"])
     return Decision(**{**data, "options": tuple(Option(**o) for o in data["options"])})

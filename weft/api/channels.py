@@ -22,6 +22,7 @@ from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter
 from weft.ops.registry import nbytes
 from weft.runtime import comm
+from weft.runtime.agree import from_all, from_first
 from weft.runtime.intra_host import HostGroup
 from weft.runtime.machine import describe
 from weft.runtime.parallel_groups import ParallelGroups, parallel_groups
@@ -77,17 +78,14 @@ def _quickest(kinds: tuple[str, ...], group: Any, device: torch.device, everywhe
 
 def _spans_hosts(group: Any) -> bool:
     """Whether a group's ranks are on several hosts."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host_identity(), group=group)
-    return len(set(hosts)) > 1
+    return len(set(from_all(host_identity(), group))) > 1
 
 
 def _known(store: Store, kinds: Collection[str], group: Any, device: torch.device) -> dict[str, float]:
     """Milliseconds by number of groups: as the group's first rank remembers them, else as measured now."""
-    told = [store.times]
-    dist.broadcast_object_list(told, group_src=0, group=group)
-    if told[0].keys() >= {str(c) for c in COUNTS}:
-        return told[0]
+    told: dict[str, float] = from_first(store.times, group)
+    if told.keys() >= {str(c) for c in COUNTS}:
+        return told
     times = _measured(kinds, group, device)
     store.writes = dist.get_rank(group) == 0
     for name, ms in times.items():

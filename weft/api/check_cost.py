@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.node import Node
@@ -16,6 +15,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
 from weft.ops.registry import flops, nbytes
+from weft.runtime.agree import world
 
 SECONDS = 15.0  # of work, in torch and in the program together
 SHARE = 0.5  # of the memory that is free
@@ -49,8 +49,7 @@ def exceeds_share(program: Program, captured: Captured) -> bool:
     """Whether it holds more than a rank's share of a model without values, which no rank may hold in full."""
     if all(map(has_values, captured.parameters.values())):
         return False
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return memory(program, 1) > sum(nbytes(n.type) for n in captured.program.inputs if n.role is not Role.BATCH) / ranks
+    return memory(program, 1) > sum(nbytes(n.type) for n in captured.program.inputs if n.role is not Role.BATCH) / world()
 
 
 def reason(captured: Captured, device: torch.device) -> str:

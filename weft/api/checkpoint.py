@@ -34,6 +34,7 @@ from weft.core.errors import CheckpointError
 from weft.core.files import read_json
 from weft.core.layout import Layout
 from weft.core.names import readable
+from weft.runtime.agree import from_all, from_first, rank
 
 VERSION = 2
 META = "weft.json"
@@ -83,10 +84,10 @@ class Store:
         writer = Writer(partial)
         if wait:
             self._all_ranks_do(final, lambda: dcp.save(self._distributed(state), storage_writer=writer, process_group=self._ranks))
-            self._all_ranks_do(final, lambda: self._seal(writer, final, meta) if _rank() == 0 else None)
+            self._all_ranks_do(final, lambda: self._seal(writer, final, meta) if rank() == 0 else None)
         else:
             writing = dcp.async_save(self._distributed(state), storage_writer=writer, async_stager=writer, process_group=self._ranks)
-            if _rank() == 0:  # its part is done last, when it has heard from all
+            if rank() == 0:  # its part is done last, when it has heard from all
                 writing = _then(writing, lambda: self._seal(writer, final, meta))
             self._pending = writing, final
         return final
@@ -107,7 +108,7 @@ class Store:
         return name
 
     def _clear(self, partial: Path) -> None:
-        if _rank() == 0:
+        if rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             for gone in self.folder.glob("step-*.superseded"):
                 shutil.rmtree(gone, ignore_errors=True)
@@ -144,9 +145,9 @@ class Store:
             work()
         except (OSError, CheckpointException) as e:
             error = f"{_reason(e)} ({_free_disk_bytes(self.folder)} free)"
-        failed = {r: why for r, why in enumerate(self._gathered(error)) if why}
+        failed = {r: why for r, why in enumerate(from_all(error, self._ranks)) if why}
         if failed:
-            if _rank() == 0:
+            if rank() == 0:
                 shutil.rmtree(final.with_name(final.name + ".partial"), ignore_errors=True)
             if self._ranks is not None:
                 dist.barrier(self._ranks)
@@ -228,42 +229,33 @@ class Store:
             index = read_index(path, meta["index"])
             opened = meta, index
             ranks = 1 if self._ranks is None else dist.get_world_size(self._ranks)
-            check_parts(path, [p for saved in index.values() for p in saved.parts][_rank() :: ranks])
+            check_parts(path, [p for saved in index.values() for p in saved.parts][rank() :: ranks])
         except (OSError, ValueError) as error:
             why = _reason(error)
-        return opened, "; ".join(dict.fromkeys(filter(None, self._gathered(why))))
+        return opened, "; ".join(dict.fromkeys(filter(None, from_all(why, self._ranks))))
 
     def _tell(self, name: str, refused: Mapping[str, str]) -> None:
         """One line on what was passed over, unless that is older than the one taken."""
         self._damaged |= set(refused)
         newer = {n: why for n, why in refused.items() if _order(self.folder / n) < math.inf or _number(Path(n)) > self.step.steps}
-        if newer and _rank() == 0:
+        if newer and rank() == 0:
             told = "; ".join(f"{n}: {why}" for n, why in newer.items())
             print(f"weft: {name} is restored, the last good checkpoint in {self.folder} ({told})", file=sys.stderr)
 
     # -- ranks -----------------------------------------------------------------------------------------------------------------
 
-    def _gathered(self, told: str) -> list[str]:
-        """What every rank says."""
-        if self._ranks is None:
-            return [told]
-        out = [""] * dist.get_world_size(self._ranks)
-        dist.all_gather_object(out, told, group=self._ranks)
-        return out
-
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """What the first rank finds in the folder: the others may see it later, or see another one."""
-        answer: list[Any] = [None, ""]
-        if _rank() == 0:
+        answer, failed = None, ""
+        if rank() == 0:
             try:
-                answer[0] = ask()
+                answer = ask()
             except OSError as error:
-                answer[1] = _words(error)
-        if self._ranks is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._ranks)
-        if answer[1]:
-            raise CheckpointError(f"{self.folder} cannot be read", needed="a folder that may be read and written", found=answer[1])
-        return answer[0]
+                failed = _words(error)
+        answer, failed = from_first((answer, failed), self._ranks)
+        if failed:
+            raise CheckpointError(f"{self.folder} cannot be read", needed="a folder that may be read and written", found=failed)
+        return answer
 
     # -- tensors ---------------------------------------------------------------------------------------------------------------
 
@@ -393,10 +385,6 @@ def as_dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Any:
     bare = layout.release("pp") if "pp" in layout.mesh.axes else layout
     places = [p for a, p in zip(layout.mesh.axes, to_placements(bare), strict=True) if a in stage]
     return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _then(first: Future[Any], work: Callable[[], None]) -> Future[Any]:

@@ -23,7 +23,7 @@ from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
 from weft.runtime import comm, library_kernels, low, memory, pipeline, replay, rowwise, token_all_to_all
-from weft.runtime.agree import require_same
+from weft.runtime.agree import rank, require_same, world
 from weft.runtime.board import doing, world_board
 from weft.runtime.fused_call import FusedCall, Plan, Use
 from weft.runtime.intra_host import HostGroup, host_group_of
@@ -48,7 +48,7 @@ class Compiled:
         self.program = program
         self.device = torch.device(device)
         warm_up(self.device)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = rank()
         _check_world(program)
         if together:
             require_same(f"program {program.name}", program.text)
@@ -148,12 +148,11 @@ class Compiled:
 
 
 def _check_world(program: Program) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != program.mesh.ranks:
+    if world() != program.mesh.ranks:
         raise RuntimeFault(
             f"{program.name} is for {program.mesh.ranks} ranks",
             needed=f"{program.mesh}",
-            found=f"{world} running",
+            found=f"{world()} running",
             try_=f"weft run -n {program.mesh.ranks} SCRIPT",
         )
 

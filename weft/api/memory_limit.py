@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weft.api.check_cost import free
 from weft.core.errors import PlanError, WeftError
@@ -17,6 +16,7 @@ from weft.cost.memory import least_bytes, needed, room
 from weft.frontend.capture.micro import batch_dims_of
 from weft.ops.registry import nbytes
 from weft.plan.spec import AGAIN, Spec
+from weft.runtime.agree import from_all
 from weft.runtime.replay import is_accelerator
 
 
@@ -38,12 +38,7 @@ def require_memory(program: Program, named: Spec, example: Any, device: torch.de
 
 def _least_free(device: torch.device) -> float:
     """Of all ranks: all must come to the same answer."""
-    own = free(device)
-    if not dist.is_initialized():
-        return own
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return float(min(told))
+    return float(min(from_all(free(device))))
 
 
 def _lasting(program: Program) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.core.errors import PlanError
 from weft.plan.spec import Spec
+from weft.runtime.agree import world
 from weft.runtime.hosts import own_accelerator
 
 ANY_PLAN = "any plan"
@@ -159,8 +160,8 @@ def spec_of(mesh: Any) -> Spec:
 
 def require_ranks(plan: Spec, call: str) -> None:
     """Refuse a plan that is for another number of processes."""
-    world, n = dist.get_world_size() if dist.is_initialized() else 1, plan.mesh.ranks
-    if n == world:
+    n = plan.mesh.ranks
+    if n == world():
         return
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
@@ -172,7 +173,7 @@ def require_ranks(plan: Spec, call: str) -> None:
         )
     raise PlanError(
         f"plan '{plan}' is for {n} process{'' if n == 1 else 'es'}",
-        needed=f"degrees of dp, cp, ep, tp and pp that multiply to the number of processes, which is {world}",
+        needed=f"degrees of dp, cp, ep, tp and pp that multiply to the number of processes, which is {world()}",
         found=str(plan),
-        try_=f"weft run -n {n} SCRIPT" if n > 1 else f'plan="{replace(plan, dp=world)}"',
+        try_=f"weft run -n {n} SCRIPT" if n > 1 else f'plan="{replace(plan, dp=world())}"',
     )

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp, passes
@@ -44,7 +43,7 @@ from weft.plan.place import Placements, place
 from weft.plan.schedules import Action
 from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, program_of, split_like
-from weft.runtime.agree import require_same
+from weft.runtime.agree import rank, require_same
 from weft.runtime.board import doing
 from weft.runtime.messages import Messages
 from weft.transform.pipeline import PlacedPipeline, PlacedStage, place_stage, spread, update
@@ -115,7 +114,7 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
         if not plan.pipeline.may_take(plan.pp, 1):
             raise
         whole = steps(1)
-        if plan.pp > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+        if plan.pp > 1 and rank() == 0:
             warnings.warn(
                 f"{plan}: the full batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=user_level()
             )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.core.errors import RuntimeFault
 from weft.frontend.capture.batches import leaves
 from weft.runtime import faults
-from weft.runtime.agree import require_same
+from weft.runtime.agree import from_all, require_same, world
 
 FAILED = "failed"
 OFTEN = 8  # steps between two looks, after the first few
@@ -32,8 +32,7 @@ def broadcast_initial_state(model: nn.Module, optimizer: torch.optim.Optimizer |
         return ""
     require_same("set-up", "\n".join([*(f"{k}={x}" for k, x in settings.items()), *_lines(model, optimizer, example)]))
     changed = [name for name, t in _tensors(model, optimizer) if not _takes_rank_0s(t, device)]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (changed, uuid.uuid4().hex))
+    told = from_all((changed, uuid.uuid4().hex))
     odd = {r: names for r, (names, _) in enumerate(told) if names}
     if odd and dist.get_rank() == 0:
         first = next(iter(odd.values()))
@@ -148,7 +147,7 @@ class RankSync:
 
 def one_process() -> bool:
     """Whether there is one process only."""
-    return not dist.is_initialized() or dist.get_world_size() == 1
+    return world() == 1
 
 
 def _waited_for(ranks: list[int], about: str) -> RuntimeFault:

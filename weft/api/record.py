@@ -33,6 +33,7 @@ from weft.ops.rounds import RUNNERS, rounds
 from weft.record.progress import Printer, partings
 from weft.record.run import Run
 from weft.rewrite.engine import same_erased
+from weft.runtime.agree import from_all, rank, world
 from weft.runtime.machine import describe
 from weft.runtime.trace import Trace, synchronize, traced
 
@@ -51,7 +52,7 @@ class Recorder:
 
     def __init__(self, step: Step, folder: str | Path | None, cluster: str = "", progress: bool = True) -> None:
         self.step, self.folder = step, folder
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = rank()
         self.printer = Printer() if progress and self.rank == 0 else None
         self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": [], "lr": [], "grad_norm": []}
         self.cluster = _cluster(step, cluster)
@@ -304,10 +305,9 @@ def last_starts(step: Step, trace: Trace, after: float = 0.0) -> dict[str, float
 
     Their clocks began where all met before the step, the trace's `after` seconds later. Nothing is said where ranks run different statements."""
     own = {s.made: (s.axis, after + began) for s, began in zip(trace.statements, trace.began, strict=True) if s.axis}
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world() == 1:
         return {}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (step.compiled.coords, own))
+    every = from_all((step.compiled.coords, own))
     mine = step.compiled.coords
     found: dict[str, float] = {}
     for name, (axis, _) in own.items():

@@ -40,6 +40,7 @@ from weft.cost.timeline import Seen, Task, Timeline
 from weft.ops.registry import nbytes
 from weft.plan.schedules import SCHEDULES, Action
 from weft.plan.spec import Spec
+from weft.runtime.agree import from_all
 from weft.runtime.trace import Trace, live_bytes, synchronize, traced
 
 if TYPE_CHECKING:
@@ -226,11 +227,7 @@ def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[in
     rank = coords.get("pp", 0)
     starts = last_starts(step, timed.update, timed.updating) if timed.update is not None else {}
     own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, held, starts))
-    parts: list[Any] = [own]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own)
-    told: dict[int, StageRecord] = dict(p for p in parts if p is not None)
+    told: dict[int, StageRecord] = dict(part for part in from_all(own) if part is not None)
     first = min(t.zero for t in told.values())
     together = len({t.host for t in told.values()}) == 1
     return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}

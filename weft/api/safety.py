@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.errors import PlanError, RuleError, RuntimeFault, WeftError
@@ -17,6 +16,7 @@ from weft.core.layout import Layout
 from weft.core.program import Program
 from weft.ops.source import input_in_layout
 from weft.runtime import memory
+from weft.runtime.agree import from_first, rank
 from weft.runtime.replay import is_accelerator, mark, pinned
 from weft.transform.updates import is_update, unfold_updates, updated
 
@@ -47,19 +47,18 @@ def verified(single: Program, sharded: Program, known: Callable[[], Mapping[str,
 
 def seen_by_first(look: Callable[[], Any]) -> Any:
     """What rank 0 finds by looking, None on the others; what it raises, every rank raises."""
-    found, error, told = None, None, [None]
-    if _rank() == 0:
+    found, error, told = None, None, None
+    if rank() == 0:
         try:
             with memory.given_back():
                 found = look()
         except Exception as e:
-            error, told = e, [(type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))]  # type: ignore[list-item]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
+            error, told = e, (type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))
+    told = from_first(told)
     if error is not None:
         raise error
-    if told[0] is not None:
-        kind, words = told[0]
+    if told is not None:
+        kind, words = told
         raise kind(words)
     return found
 
@@ -123,7 +122,7 @@ def _finite(*numbers: Tensor | None) -> bool:
 
 def _no_number(loss: Tensor, steps: int, batch: Mapping[str, Tensor]) -> RuntimeFault:
     odd = [n.removeprefix("batch.") for n, x in batch.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
-    given = f"the batch has such values in {', '.join(odd)}" if odd else f"the batch has none on rank {_rank()}"
+    given = f"the batch has such values in {', '.join(odd)}" if odd else f"the batch has none on rank {rank()}"
     return RuntimeFault(
         f"the loss is {loss.item()} at step {steps}",
         needed="a finite loss",
@@ -162,8 +161,4 @@ def require_exact(device: torch.device) -> None:
             found=str(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
             try_="export it before the script starts",
         )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 

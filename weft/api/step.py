@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import interp
@@ -40,6 +39,7 @@ from weft.frontend.capture.optimizers import note_updates, put_state
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.plan.place import place
 from weft.plan.spec import Spec
+from weft.runtime.agree import from_first, rank, world
 from weft.runtime.faults import lost_connections
 from weft.transform.noise import INPUT, Noise, Probe
 
@@ -302,10 +302,9 @@ class Step(StepState):
         if lost:
             raise RuntimeFault("tensors of the module have no values", needed="tensors that the step reads", found=", ".join(lost[:3]))
         files = files_for({n: (t.dtype, tuple(t.shape)) for n, (_, t) in kept.items()}, size)
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         where.mkdir(parents=True, exist_ok=True)
-        write_folder(where, files, lambda n: self.full(kept[n][0]) if kept[n][0] else kept[n][1], rank, world)
-        if rank == 0:
+        write_folder(where, files, lambda n: self.full(kept[n][0]) if kept[n][0] else kept[n][1], rank(), world())
+        if rank() == 0:
             write_index(where, files)
             for config in (getattr(self.model, "config", None), getattr(self.model, "generation_config", None)):
                 if hasattr(config, "save_pretrained"):
@@ -425,10 +424,7 @@ class Step(StepState):
         case = Case(self.model, self.loss, self.optimizer, self.how, self.compiled.device)
         given = {n: inputs[n] for n, node in captured.program.input_names.items() if node.role is not Role.BATCH}
         verdict = seen_by_first(lambda: check_current_state(captured, case, batch, given))
-        told = [verdict.worst if verdict is not None else 0.0]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
+        return float(from_first(verdict.worst if verdict is not None else 0.0))
 
     def check_reached_state(self, batch: Any) -> None:
         """Compare the program with torch, both from the state reached."""

@@ -21,6 +21,7 @@ from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizer_settings import COUNT, all_settings, is_given, number
+from weft.runtime.agree import rank
 
 if TYPE_CHECKING:
     from weft.api.retracing import Variants
@@ -118,7 +119,7 @@ class StepState:
 
     def tell(self, loss: Tensor) -> None:
         """The values of the step just taken, to all who listen."""
-        if self.listeners and (not dist.is_initialized() or dist.get_rank() == 0):
+        if self.listeners and rank() == 0:
             rates = {f"lr.{i}" if i else "lr": number(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
             norm = {} if self.grad_norm is None else {"grad_norm": float(self.grad_norm)}
             for listener in self.listeners:

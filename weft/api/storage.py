@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -28,6 +27,7 @@ from torch.futures import Future
 from weft.core.errors import CheckpointError
 from weft.core.files import read_json
 from weft.core.layout import Layout
+from weft.runtime.agree import rank
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -136,7 +136,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        file = f"rank-{dist.get_rank() if dist.is_initialized() else 0:05d}.safetensors"
+        file = f"rank-{rank():05d}.safetensors"
         done = _write(self.folder / file, plan.items, planner) if plan.items else []
         out: Future[list[WriteResult]] = Future()
         out.set_result(done)
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         parts: dict[str, list[StoredPart]] = {}
-        for result in (r for rank in results for r in rank):
+        for result in (r for own in results for r in own):
             parts.setdefault(result.index.fqn, []).append(result.storage_data)
         known = metadata.state_dict_metadata
         index = {n: Saved(known[n].properties.dtype, tuple(known[n].size), tuple(parts[n])) for n in sorted(parts)}

@@ -1,9 +1,10 @@
-"""Do all ranks run the same thing? Asked once, before anything could hang."""
+"""What ranks are there, what does each say, and do all run the same thing?"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from weft.core import cache
@@ -11,17 +12,41 @@ from weft.core.errors import RuntimeFault
 from weft.runtime.board import doing
 
 
+def rank() -> int:
+    """The number of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world(group: dist.ProcessGroup | None = None) -> int:
+    """How many processes there are, or how many of a group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank gives, by rank; all must ask."""
+    if world(group) == 1:
+        return [value]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)
+    return told
+
+
+def from_first(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Any:
+    """What the first rank gives, on every rank; all must ask."""
+    box = [value]
+    if world(group) > 1:
+        dist.broadcast_object_list(box, group_src=0, group=group, device=device)
+    return box[0]
+
+
 def require_same(what: str, text: str, group: dist.ProcessGroup | None = None) -> None:
     """Fail on every rank, naming those that differ and the first line that does, unless all give the same text."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if world(group) == 1:
         return
-    digests: list[Any] = [None] * dist.get_world_size(group)
     with doing(f"the agreement on {what}"):
-        dist.all_gather_object(digests, cache.digest(text), group=group)
-        if len(set(digests)) == 1:
+        if len(set(from_all(cache.digest(text), group))) == 1:
             return
-        texts: list[Any] = [None] * len(digests)
-        dist.all_gather_object(texts, text, group=group)
+        texts = from_all(text, group)
     usual = max(texts, key=texts.count)
     odd = [r for r, t in enumerate(texts) if t != usual]
     tied = 2 * len(odd) >= len(texts)

@@ -7,13 +7,12 @@ earlier meeting left: these hand out CUDA's own handles instead.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from weft.core.errors import RuntimeFault
 from weft.runtime import hosts
+from weft.runtime.agree import from_all
 from weft.runtime.peers import PeerBuffer
 
 
@@ -29,8 +28,7 @@ class DevicePeers:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.global_ranks = [dist.get_global_rank(self.group, r) for r in range(self.world)]
         self._handles: list[object] = []
-        here: list[Any] = [None] * self.world
-        dist.all_gather_object(here, hosts.place(self.device), group=group)
+        here = from_all(hosts.place(self.device), group)
         # with ranks of other groups too: blocks that wait for each other must all have room at once
         self.sharing = max(here.count(here[self.rank]), hosts.sharing(here[self.rank]))
         _require_one_host([host for host, _ in here], self.global_ranks, self.rank)
@@ -57,8 +55,7 @@ class DevicePeers:
     def _of_some(self, size: int) -> tuple[torch.Tensor, ...]:
         mine = torch.empty(size, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)  # what this memory was before may still be in use here, and peers do not wait for that
-        told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, mine.untyped_storage()._share_cuda_()[1:], group=self.group)
+        told = from_all(mine.untyped_storage()._share_cuda_()[1:], self.group)
         opened = [None if r == self.rank else torch.UntypedStorage._new_shared_cuda(self.device.index, *how) for r, how in enumerate(told)]
         dist.barrier(self.group)
         parts = tuple(mine if s is None else torch.empty(0, dtype=torch.uint8, device=self.device).set_(s) for s in opened)

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from weft.runtime.agree import from_all
 from weft.runtime.shm import host_identity
 
 _hosts: list[str] = []
@@ -19,9 +20,7 @@ _places: list[tuple[str, str]] = []
 def meet(device: torch.device) -> None:
     """Learn every rank's host and device. All ranks call it together."""
     global _hosts, _places
-    _places = [("", "")] * dist.get_world_size() if dist.is_initialized() else []
-    if _places:
-        dist.all_gather_object(_places, place(device))
+    _places = from_all(place(device)) if dist.is_initialized() else []
     _hosts = [host for host, _ in _places]
 
 

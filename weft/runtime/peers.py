@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.runtime import faults
+from weft.runtime.agree import from_all
 from weft.runtime.board import SIZE, Board, doing, world_board
 from weft.runtime.shm import Segment, host_identity
 
@@ -169,10 +170,8 @@ def _address(page: memoryview) -> int:
 
 
 def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
     with doing("the sharing of peer memory"):
-        dist.all_gather_object(gathered, value, group=group)
-    return gathered
+        return from_all(value, group)
 
 
 def _spins(world: int) -> int:

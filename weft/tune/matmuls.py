@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import WeftError
+from weft.runtime.agree import from_first
 from weft.runtime.machine import describe
 from weft.tune.measure import Measured, measure
 from weft.tune.store import Store
@@ -30,16 +31,15 @@ def tune_matmul(
     store = Store("product", *key, describe(device), torch.__version__, writes=dist.get_rank(group) == 0)
     if again:
         store.forget()
-    box = [store.times]
-    dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group else 0, group=group)
-    usable = {name: way for name, way in names.items() if name in box[0] or _works(run, way)}
+    known = from_first(store.times, group)
+    usable = {name: way for name, way in names.items() if name in known or _works(run, way)}
 
     def hear(name: str, ms: float) -> None:
         store.put(name, ms)
         heard(name, ms)
 
     calls = {name: (lambda way=way: run(way)) for name, way in usable.items()}
-    result = measure(calls, str(ways[0]), group=group, known=box[0], heard=hear, device=device)
+    result = measure(calls, str(ways[0]), group=group, known=known, heard=hear, device=device)
     return names[result.choice], result
 
 

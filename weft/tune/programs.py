@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weft.cluster.here import here
 from weft.cluster.spec import Cluster
@@ -19,6 +18,7 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.cost.simulate import predict
 from weft.ops.registry import Kind
+from weft.runtime.agree import from_first, rank
 from weft.runtime.machine import describe
 from weft.schedule import by_hierarchy, fuse, merge, overlap, recipes, split
 from weft.schedule.groups import FUSIBLE
@@ -138,11 +138,10 @@ def tune_program(
     """The fastest schedule of a program on these ranks, and what was tried; `cluster` is this machine unless given. All ranks call it."""
     device = device or torch.device("cpu")
     kept = prune(candidates(program), cluster or here(program.mesh.ranks, device), limit)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    store = Store("program", program.text, cache.digest(str(program.mesh)), describe(device), torch.__version__, writes=rank == 0)
+    store = Store("program", program.text, cache.digest(str(program.mesh)), describe(device), torch.__version__, writes=rank() == 0)
     if again:
         store.forget()
-    known = _agreed(store.times)
+    known: dict[str, float] = from_first(store.times)
     calls = {name: _call(compile_, p, inputs) for name, p in kept.items()}
 
     def hear(name: str, ms: float) -> None:
@@ -165,9 +164,3 @@ def _call(compile_: Callable[[Program], Callable[[Any], Any]], p: Program, input
     return call
 
 
-def _agreed(times: dict[str, float]) -> dict[str, float]:
-    """Rank 0's memory, on every rank."""
-    box = [times]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, 0)
-    return box[0]
