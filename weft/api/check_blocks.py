@@ -118,10 +118,10 @@ class Stand:
             if self.seconds + cost > check_cost.SECONDS:
                 self.told.left.append(f"{block.call.path} and those like it would take too long and were not compared")
                 self.answers[block.key] = []
-                return [self._any(n) for n in dict.fromkeys(block.call.returned)]
+                return [self._like(n) for n in dict.fromkeys(block.call.returned)]
             self.seconds += cost
             self.answers[block.key] = self._compared(block, program, tensors)
-        return self.answers[block.key] or [self._any(n) for n in dict.fromkeys(block.call.returned)]
+        return self.answers[block.key] or [self._like(n) for n in dict.fromkeys(block.call.returned)]
 
     def _compared(self, block: ModuleBlock, program: Program, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """The module itself on these values, against its part of the program."""
@@ -197,7 +197,7 @@ class Stand:
             if block.key not in self.answers:
                 with eager.unnoticed(self.case.moment, self.device), eager.drawn(self.captured):
                     try:
-                        self.answer(block, {n: self._any(n) for n in block.given})
+                        self.answer(block, {n: self._like(n) for n in block.given})
                     except CaptureError:
                         raise
                     except Exception as e:  # random values need not be such as it is made for
@@ -221,11 +221,8 @@ class Stand:
             raise refusal(self.case, f"{words(worst)} {apart[worst].words}")
         self.told.apart |= {words(n): x for n, x in apart.items()}
 
-    def _like(self, x: Tensor) -> Tensor:
+    def _like(self, x: Tensor | Node) -> Tensor:
         return random_of(x.shape, x.dtype, self.device, self.random)
-
-    def _any(self, n: Node) -> Tensor:
-        return random_of(n.shape, n.dtype, self.device, self.random)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------------------------

@@ -61,12 +61,21 @@ Stages = tuple[tuple[Piece, ...], ...]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A setting that fits, its step and the bytes of its fullest device. It says what stages are made of where they are uneven."""
+class Bounded:
+    """A candidate and what it cannot go below."""
 
     setting: Setting
     seconds: float
     memory: float
+
+    def key(self, objective: str) -> float:
+        return self.memory if objective == "memory" else self.seconds
+
+
+@dataclass(frozen=True)
+class Found(Bounded):
+    """A setting that fits, its step and the bytes of its fullest device. It says what stages are made of where they are uneven."""
+
     gap: float = 0.0  # how far below it the best setting could still lie, as a share
 
 
@@ -118,7 +127,7 @@ class Search:
         count, work, key = len(heap), 0, heap[0][0]
         while heap:
             key, _, c, state = heapq.heappop(heap)
-            if found is not None and (key > _key(found, objective) * (1 - CLOSE) or work > WORK):
+            if found is not None and (key > found.key(objective) * (1 - CLOSE) or work > WORK):
                 break
             if state == CANDIDATE:
                 made = self._opened(space, c.setting)
@@ -136,7 +145,7 @@ class Search:
             for b in made:
                 heapq.heappush(heap, (max(key, b.key(objective)), count, b, state))
                 count += 1
-        return replace(found, gap=max(0.0, 1 - key / _key(found, objective))) if found else self._too_large(space, queue)
+        return replace(found, gap=max(0.0, 1 - key / found.key(objective))) if found else self._too_large(space, queue)
 
     def _opened(self, space: Space, setting: Setting) -> list[Bounded]:
         """A candidate with every way its copies may share state that can fit."""
@@ -432,18 +441,6 @@ class Padded(Search):
         return self._works[key]
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """A candidate and what it cannot go below."""
-
-    setting: Setting
-    seconds: float
-    memory: float
-
-    def key(self, objective: str) -> float:
-        return self.memory if objective == "memory" else self.seconds
-
-
 def _work_key(s: Setting) -> tuple[object, ...]:
     """What a workload depends on."""
     return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sp, s.async_tp)
@@ -456,10 +453,6 @@ def _leanest(space: Space, s: Setting) -> Setting:
 
 def _tasks(s: Setting) -> int:
     return 50 + 3 * s.virtual_stages * min(s.micro_batches, 2 * STEADY * s.pp)
-
-
-def _key(found: Found, objective: str) -> float:
-    return found.memory if objective == "memory" else found.seconds
 
 
 def rank(found: Found, objective: str) -> tuple[float, float]:

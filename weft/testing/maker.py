@@ -17,6 +17,7 @@ from weft.core.layout import Layout, Mesh, O, P, Placement, R, S
 from weft.core.node import Node, Type, dtype_of, toposort
 from weft.ops import comm
 from weft.ops.source import input_node
+from weft.plan.space import divisors
 from weft.testing.values import draw, seed_of
 
 EDGE = 1e-5  # no value that decides something is nearer to the point of decision
@@ -72,7 +73,7 @@ class Maker:
         what = self.rng.choices(("R", "S", "P", "O", "inner", "order"), (30, 35, 24, 4, 5, 2))[0]
         if what in ("S", "inner") and shape:
             dim = self.rng.randrange(len(shape))
-            return S(dim, self.rng.choice([None, *_divisors(shape[dim])]) if what == "inner" else None)
+            return S(dim, self.rng.choice([None, *divisors(shape[dim])]) if what == "inner" else None)
         if what in ("P", "order") and sums:
             return P(self.rng.choice(("max", "min"))) if what == "order" else P()
         return O(self.rng.randrange(self.mesh.sizes[axis])) if what == "O" else R
@@ -196,10 +197,6 @@ class Maker:
             return self.one(comm.reshard(x, like.layout)) if x.shape == like.shape else x
         except (LayoutError, TypeMismatch):
             return x
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _within(x: torch.Tensor, below: int) -> bool:

@@ -6,8 +6,9 @@ Every rule below draws one expression; what torch itself refuses is drawn again 
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 BATCH, LENGTH, WIDTHS = 4, 4, (4, 6)
@@ -424,20 +425,13 @@ def view(d: Draft) -> None:
         (f"{x.name}[..., ::2]", sized(r - 1, -(-x.shape[-1] // 2))), (f"{x.name}.repeat_interleave(2, {i})", sized(i, 2 * n)), (f"{x.name}.repeat({', '.join(['2'] + ['1'] * (r - 1))})", sized(0, 2 * x.shape[0])),
         (f"torch.chunk({x.name}, 2, {i})[0]", sized(i, -(-n // 2))), (f"{x.name}.movedim({i}, {j}).contiguous().movedim({j}, {i})", x.shape), (f"{x.name}.split(1, {i})[-1]", sized(i, 1)),
         (f"torch.diagonal({x.name}, 0, {i}, {j})", (*(m for k, m in enumerate(x.shape) if k not in (i, j)), min(x.shape[i], x.shape[j]))), (f"{x.name}.unbind({i})[0]", tuple(m for k, m in enumerate(x.shape) if k != i)),
-        (f"{x.name}.unfold({i}, {min(2, n)}, 1)", (*sized(i, n - min(2, n) + 1), min(2, n))), (f"{x.name}.reshape({x.shape[0]}, -1)", (x.shape[0], _prod(x.shape[1:]))), (f"{x.name}.mT", (*x.shape[:-2], x.shape[-1], x.shape[-2])),
+        (f"{x.name}.unfold({i}, {min(2, n)}, 1)", (*sized(i, n - min(2, n) + 1), min(2, n))), (f"{x.name}.reshape({x.shape[0]}, -1)", (x.shape[0], math.prod(x.shape[1:]))), (f"{x.name}.mT", (*x.shape[:-2], x.shape[-1], x.shape[-2])),
         (f"torch.rot90({x.name}, 1, ({i}, {j}))", swapped), (f"{x.name}.unsqueeze(0).expand(2, {', '.join(['-1'] * r)})", (2, *x.shape)), (f"{x.name}.roll((1, -1), ({i}, {j}))", x.shape),
         (f"torch.broadcast_to({x.name}.narrow({i}, 0, 1), {x.shape})", x.shape), (f"{x.name}.flip(({i}, {j}))", x.shape), (f"torch.tile({x.name}, (2,))", sized(r - 1, 2 * x.shape[-1])),
     ]  # fmt: skip
     text, shape = d.rng.choice(ways)
-    if _prod(shape) <= 600 and len(shape) <= 5:
+    if math.prod(shape) <= 600 and len(shape) <= 5:
         d.say(text, shape)
-
-
-def _prod(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 @rule(6)

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.core.node import Node, make, toposort
 from weft.frontend.capture.caches import CacheNeeded, close, is_cache, opened
-from weft.frontend.capture.calls import Calls, ModuleCall, autocast_dtype
+from weft.frontend.capture.calls import Calls, ModuleCall
 from weft.frontend.capture.complexes import any_complex
 from weft.frontend.capture.constants import through
 from weft.frontend.capture.isomorphic import MISSING, PLAIN, Key, attributes, differing, hooked, restore, same, tensors_of, tying, watched
+from weft.frontend.capture.precision import autocast_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import Cell, Ref, Step
 

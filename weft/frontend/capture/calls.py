@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from weft.core.node import Node, toposort
 from weft.frontend.capture.isomorphic import PLAIN
+from weft.frontend.capture.precision import autocast_dtype
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
 
@@ -132,7 +133,3 @@ class Calls:
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def autocast_dtype() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

@@ -30,14 +30,14 @@ WIDE = {
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def active() -> torch.dtype | None:
+def autocast_dtype() -> torch.dtype | None:
     """The low dtype, where autocast is on."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 def lowered(recorder: Recorder, *xs: Node | None) -> list[Any]:
     """Floats brought to autocast's dtype; without autocast, as they are."""
-    low = active()
+    low = autocast_dtype()
     if low is None:
         return list(xs)
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[low]
@@ -50,7 +50,7 @@ def _may_cast(dtype: torch.dtype) -> bool:
 
 def widened(func: Any, args: Any) -> Any:
     """Half tensors brought to float32, where autocast is on and the function asks for it."""
-    if active() is None or func not in WIDE:
+    if autocast_dtype() is None or func not in WIDE:
         return args
     return tuple(a.float() if isinstance(a, Tensor) and a.dtype in _HALF else a for a in args)
 

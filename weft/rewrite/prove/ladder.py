@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -98,14 +99,7 @@ def bounded(instances: Sequence[Instance], most: int) -> bool:
 
 
 def _work(instance: Instance) -> int:
-    return instance.mesh.ranks * sum(_elements(n.shape) for n in instance.inputs)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
+    return instance.mesh.ranks * sum(math.prod(n.shape) for n in instance.inputs)
 
 
 def prove(schema: Schema, effort: Effort | None = None, forms: Sequence[Form] | None = None) -> Verdict:
