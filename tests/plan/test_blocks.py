@@ -21,7 +21,7 @@ from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.work import Attention, Gemm
+from weft.cost.work import Attention, Gemm, MemoryBound
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.frontend.source import load as load_model
@@ -48,6 +48,37 @@ def captures(name: str, **sizes: int) -> Callable[[int], Captured]:
     more = {"dropout": 0.0} if name == "gpt2" else {}
     w = catalog.get(name, device="meta", dtype=torch.bfloat16, **sizes, **more)
     return cache(lambda n: capture(w.model, w.example(n, device="meta"), w.loss))
+
+
+class Residual(torch.nn.Module):
+    """A layer of an MLP, with the activation as torch has it or step by step, as transformers writes it."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written, self.up, self.down = written, torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.written:
+            return x + self.down(0.5 * y * (1 + torch.tanh(0.7978845608 * (y + 0.044715 * torch.pow(y, 3.0)))))
+        return x + self.down(torch.nn.functional.gelu(y, approximate="tanh"))
+
+
+def test_steps_of_an_activation_are_one_kernel_and_made_again_behind() -> None:
+    """What Inductor joins touches memory once: written out, an activation costs what it does in one op, and keeps no more."""
+
+    def layer(written: bool) -> Block:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(Residual(written) for _ in range(4))).bfloat16()
+            at = cache(lambda n: capture(model, {"x": torch.empty(n, 64, dtype=torch.bfloat16)}, lambda m, b: m(b["x"]).float().square().mean()))
+        stack = Stack("own", at)
+        return stack.work(Setting.counted(micro_batch=4, global_batch=4)).layer
+
+    one, steps = layer(False), layer(True)
+    for way in ("forward", "back"):
+        a, b = ([op.bytes for op in getattr(block, way) if isinstance(op, MemoryBound)] for block in (one, steps))
+        assert sum(a) == sum(b) and len(a) == len(b), way
+    assert one.saved == steps.saved
 
 
 def flops(block: Block) -> float:

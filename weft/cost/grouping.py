@@ -1,7 +1,8 @@
 """How the nodes of a program join into kernels, and what each kernel does.
 
-`compiled`: ops that only move memory join the chain they stand in, up to the next matmul, attention, lookup or collective, as Inductor joins
-them; a chain touches what enters and leaves it, and a matmul adds its bias. `eager`: every op is a kernel, as torch runs it by itself.
+`compiled`: ops that only move memory join the chains they stand in, up to the next matmul, attention, lookup or collective, as Inductor joins
+them; a chain touches what enters and leaves it, and a matmul adds its bias. What a chain of the backward pass can make again from values that
+wait for it in any case is not written. `eager`: every op is a kernel, as torch runs it by itself.
 `classic`: Megatron of 2021, which joins pointwise ops alone, has the scores of attention in memory, and sums gradients apart.
 """
 
@@ -45,13 +46,20 @@ class Kernels:
             level[n] = max((level[a] + (not self.moves(a)) for a in n.args), default=0)
             if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_matmul(n):
                 continue
-            chain = next((joined[b] for a in n.args if (b := self.base(a)) in joined and self._joins(b, n, level)), None)
-            if chain is None:
-                order.append(chain := [])
+            if n not in self.ahead and not self._waits(n):
+                continue
+            met = [joined[b] for a in n.args if (b := self.base(a)) in joined and self._joins(b, n, level)]
+            chain = met[0] if met else []
+            if not met:
+                order.append(chain)
+            for other in (c for c in met if c is not chain):  # chains that meet here are one
+                joined |= dict.fromkeys(other, chain)
+                chain += other
+                other.clear()
             chain.append(n)
             if self._may_join(n):
                 joined[n] = chain
-        return [tuple(chain) for chain in order]
+        return [tuple(chain) for chain in order if chain]
 
     def _may_join(self, n: Node) -> bool:
         if self.style == CLASSIC and (n.op.kind is Kind.WHOLE or n.op is add and n not in self.ahead):
@@ -98,6 +106,39 @@ class Kernels:
             else:
                 return node
 
+    # -- what the backward pass makes again
+
+    @cached_property
+    def awaited(self) -> dict[Node, bool]:
+        """Forward values that the backward pass reads, and whether by more than chains."""
+        found: dict[Node, bool] = {}
+        for n in self.program.nodes:
+            if n not in self.ahead and n.op.kind is not Kind.SOURCE:
+                for a in n.args:
+                    b = self.base(a)
+                    if b in self.ahead and b not in self.once and b.op.kind is not Kind.SOURCE:
+                        found[b] = found.get(b, False) or not self.moves(n)
+        return found
+
+    @cached_property
+    def remade(self) -> frozenset[Node]:
+        """Of these and of what the backward pass makes of them, element by element, what the chains that read it can make again of others."""
+        made: set[Node] = set()  # of values that wait alone, and of constants
+        for n in self.program.nodes:
+            sources = [self.base(a) for a in n.args]
+            if n.op.kind is Kind.POINTWISE and all(a.op.kind is Kind.SOURCE or a in self.once or a in self.awaited or a in made for a in sources):
+                made.add(n)
+        return frozenset(n for n in made if not (self.awaited.get(n, False) if n in self.ahead else self._is_read_by_more(n)))
+
+    def _is_read_by_more(self, n: Node) -> bool:
+        """Whether more than chains read a value, or it is given out."""
+        users = self.program.users[n]
+        return bool(self.program.outputs_of(n)) or any(not self.moves(u) or (u.op.kind is Kind.VIEW and self._is_read_by_more(u)) for u in users)
+
+    def _waits(self, n: Node) -> bool:
+        """Whether chains behind read a value where it lies in memory."""
+        return self.style != COMPILED or n not in self.remade
+
     # -- what a kernel does
 
     def records(self, nodes: Sequence[Node]) -> Iterator[Op]:
@@ -125,19 +166,33 @@ class Kernels:
             yield MemoryBound(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
 
     def _chain(self, nodes: Sequence[Node]) -> Iterator[MemoryBound]:
-        inside = set(nodes)
-        read = {b: min(held(b), *(nbytes(a.type) for n in nodes for a in n.args if self.base(a) is b)) for n in nodes for x in n.args
-                if (b := self.base(x)) not in inside and b.op.kind is not Kind.SOURCE}  # fmt: skip
-        moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, inside))
-        hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in nodes if n.op.transcendental)
+        read, again = self._reads(nodes)
+        moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, set(nodes)))
+        hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in (*nodes, *again) if n.op.transcendental)
         made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
         if moved:  # a rate of its own has an op alone
             yield replace(made, kind=made.name, elements=float(_widest(nodes[0]))) if len(nodes) == 1 else made
 
-    def _is_read_outside(self, n: Node, inside: Collection[Node]) -> bool:
-        users = self.program.users[n]
-        return bool(self.program.outputs_of(n)) or any((u.op.kind is Kind.VIEW and self._is_read_outside(u, inside)) or
-                                                       (u.op.kind is not Kind.VIEW and u not in inside) for u in users)  # fmt: skip
+    def _reads(self, nodes: Sequence[Node]) -> tuple[dict[Node, int], set[Node]]:
+        """The values a chain reads, with the bytes of each, and those of the forward pass that it makes again."""
+        read, again, todo = dict[Node, int](), set[Node](), [x for n in nodes for x in n.args]
+        while todo:
+            x = todo.pop()
+            b = self.base(x)
+            if b in nodes or b in again or b.op.kind is Kind.SOURCE:
+                continue
+            if nodes[0] not in self.ahead and not self._waits(b):
+                again.add(b)
+                todo += b.args
+            else:
+                read[b] = min(read.get(b, held(b)), nbytes(x.type))
+        return read, again
+
+    def _is_read_outside(self, n: Node, inside: Collection[Node], of: Node | None = None) -> bool:
+        of = n if of is None else of
+        readers = [u for u in self.program.users[n] if u in self.ahead or self._waits(of)]
+        return bool(self.program.outputs_of(n)) or any((u.op.kind is Kind.VIEW and self._is_read_outside(u, inside, of)) or
+                                                       (u.op.kind is not Kind.VIEW and u not in inside) for u in readers)  # fmt: skip
 
 
 def held(node: Node) -> int:

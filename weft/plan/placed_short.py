@@ -127,17 +127,8 @@ class PlacedShort:
     def saved(self) -> dict[Node, int]:
         """Forward values that wait for the backward pass, with their bytes. One that a chain of the backward pass can make again from
         others that wait does not, but torch by itself makes none again; Megatron of 2021 keeps masks, and the slices of what it gathers."""
-        waits: dict[Node, bool] = {}
-        for n in self.program.nodes:
-            if n not in self.ahead and n.op.kind is not Kind.SOURCE:
-                for a in n.args:
-                    b = self.joined.base(a)
-                    if b in self.ahead and b not in self.idle and b.op.kind is not Kind.SOURCE:
-                        waits[b] = waits.get(b, False) or not self.joined.moves(n)
-        free = set()
-        for n in self.program.nodes:
-            if n in waits and not waits[n] and n.op.kind is Kind.POINTWISE and self._remakable(n, waits):
-                free.add(n)
+        waits = dict(self.joined.awaited)
+        free = set(self.joined.remade & waits.keys())
         cast = {n for n in waits if n.op.is_cast and n not in free}
         for n in cast:  # the narrower of a value and its cast waits
             source = self.joined.base(n.args[0])
@@ -150,10 +141,6 @@ class PlacedShort:
             kept |= {n: kept.get(n, 0) + math.prod(n.type.layout.largest_local) for n in self.ahead if n.op is dropout_op}  # a byte for each element
             kept |= {n: kept.get(n, 0) + int(scores_kept(n)) for n in self.program.nodes if n.op.attends == 0}
         return kept
-
-    def _remakable(self, n: Node, waits: Mapping[Node, bool]) -> bool:
-        sources = [self.joined.base(a) for a in n.args]
-        return all(a in waits or a in self.idle or a.op.kind is Kind.SOURCE for a in sources)
 
     def largest(self, part: int) -> float:
         """The largest value that passes."""
