@@ -1,14 +1,21 @@
-"""Modules that `weft bench planner` plans as a user brings them: transformers' own classes, and the architectures that torchvision and
-timm are known for, written out here, since neither is needed otherwise. Weights are never made."""
+"""Modules that `weft bench planner` plans as a user brings them: the own classes of transformers, torchvision and timm, and where one of the
+last two is not installed, since neither is needed otherwise, an architecture of the same kind written out here. Weights are never made."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+LIBRARIES = {  # of each module: whose it is, and what it is called there
+    "resnet50": ("torchvision", "resnet50"), "vgg16": ("torchvision", "vgg16_bn"), "vit_b16": ("torchvision", "vit_b_16"),
+    "mixer": ("timm", "mixer_b16_224"), "efficientnet": ("timm", "efficientnet_b0"),
+}  # fmt: skip
+MAKERS = {"torchvision": ("torchvision.models", "get_model"), "timm": ("timm", "create_model")}
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 Made = tuple[nn.Module, Any, dict[str, Tensor]]
 
@@ -28,6 +35,28 @@ def _text(samples: int, length: int) -> dict[str, Tensor]:
 
 def _images(samples: int, size: int = 224) -> dict[str, Tensor]:
     return {"x": torch.empty(samples, 3, size, size), "y": torch.zeros(samples, dtype=torch.long)}
+
+
+def library(module: str) -> str:
+    """Whose class a module is: transformers' where nothing else is said, and nobody's where the library is not installed."""
+    name, _ = LIBRARIES.get(module, ("transformers", ""))
+    return name if name not in MAKERS or _maker(name) is not None else "written out"
+
+
+def _maker(name: str) -> Callable[[str], nn.Module] | None:
+    where, function = MAKERS[name]
+    try:
+        return getattr(import_module(where), function)  # type: ignore[no-any-return]
+    except (ImportError, RuntimeError):  # not installed, or built for another torch
+        return None
+
+
+def _own_or(module: str, written: Callable[[], nn.Module]) -> nn.Module:
+    """The library's own module, or one written out."""
+    name, called = LIBRARIES[module]
+    make = _maker(name)
+    with torch.device("meta"):
+        return make(called) if make is not None else written()
 
 
 def _hugging_face(kind: str, head: str, **sizes: Any) -> nn.Module:
@@ -85,27 +114,33 @@ class _Bottleneck(nn.Module):
         return F.relu(self.main(x) + self.side(x))
 
 
+def _resnet50() -> nn.Module:
+    parts: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    width = 64
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for i in range(count):
+            out = 256 << stage
+            parts.append(_Bottleneck(width, out // 4, out, 2 if i == 0 and stage else 1))
+            width = out
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
+
+
 def resnet50() -> Made:
-    with torch.device("meta"):
-        parts: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        width = 64
-        for stage, count in enumerate((3, 4, 6, 3)):
-            for i in range(count):
-                out = 256 << stage
-                parts.append(_Bottleneck(width, out // 4, out, 2 if i == 0 and stage else 1))
-                width = out
-        return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000)), _classes, _images(32)
+    return _own_or("resnet50", _resnet50), _classes, _images(32)
+
+
+def _vgg16() -> nn.Module:
+    parts: list[nn.Module] = []
+    width = 3
+    for out in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+        parts.append(_block(width, out) if out else nn.MaxPool2d(2))
+        width = out or width
+    head = [nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
+    return nn.Sequential(*parts, nn.Flatten(), *head)
 
 
 def vgg16() -> Made:
-    with torch.device("meta"):
-        parts: list[nn.Module] = []
-        width = 3
-        for out in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
-            parts.append(_block(width, out) if out else nn.MaxPool2d(2))
-            width = out or width
-        head = [nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
-        return nn.Sequential(*parts, nn.Flatten(), *head), _classes, _images(32)
+    return _own_or("vgg16", _vgg16), _classes, _images(32)
 
 
 class _Mixed(nn.Module):
@@ -136,8 +171,7 @@ class _Mixer(nn.Module):
 
 
 def mixer() -> Made:
-    with torch.device("meta"):
-        return _Mixer(), _classes, _images(64)
+    return _own_or("mixer", _Mixer), _classes, _images(64)
 
 
 class _Separable(nn.Module):
@@ -154,15 +188,18 @@ class _Separable(nn.Module):
         return x + self.inner(x) if self.adds else self.inner(x)
 
 
+def _efficientnet() -> nn.Module:
+    parts: list[nn.Module] = [_block(3, 32, 2)]
+    width = 32
+    for out, count, stride in ((16, 1, 1), (24, 2, 2), (40, 2, 2), (80, 3, 2), (112, 3, 1), (192, 4, 2), (320, 1, 1)):
+        for i in range(count):
+            parts.append(_Separable(width, out, stride if i == 0 else 1))
+            width = out
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
+
+
 def efficientnet() -> Made:
-    with torch.device("meta"):
-        parts: list[nn.Module] = [_block(3, 32, 2)]
-        width = 32
-        for out, count, stride in ((16, 1, 1), (24, 2, 2), (40, 2, 2), (80, 3, 2), (112, 3, 1), (192, 4, 2), (320, 1, 1)):
-            for i in range(count):
-                parts.append(_Separable(width, out, stride if i == 0 else 1))
-                width = out
-        return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000)), _classes, _images(64)
+    return _own_or("efficientnet", _efficientnet), _classes, _images(64)
 
 
 class _Encoded(nn.Module):
@@ -196,5 +233,4 @@ class _Vision(nn.Module):
 
 
 def vit_b16() -> Made:
-    with torch.device("meta"):
-        return _Vision(), _classes, _images(64)
+    return _own_or("vit_b16", _Vision), _classes, _images(64)

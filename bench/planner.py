@@ -35,9 +35,12 @@ def register(app: typer.Typer) -> None:
         modules: bool = typer.Option(True, "--modules/--no-modules", help="And twelve modules as a user brings them."),
         json: bool = typer.Option(False, "--json", help="print one JSON object as the last line"),
     ) -> None:
-        """Plan every pair, and modules of Hugging Face, torchvision's and timm's kinds, and compare the fastest plan with the best baseline that fits."""
+        """Plan every pair, and modules of Hugging Face, torchvision and timm, and compare the fastest plan with the best baseline that fits."""
         rows = [pair(m, c) for m in model for c in cluster]
-        rows += [pair(f"{HERE}:{m}", c) for m, c in MODULES.items()] if modules else []
+        if modules:
+            from bench._planner_modules import library
+
+            rows += [pair(f"{HERE}:{m}", c) | {"library": library(m)} for m, c in MODULES.items()]
         gains = [r["gain"] for r in rows if r["gain"] is not None]
         _finish("planner", rows, json, median_gain=statistics.median(gains) if gains else None, worst_gain=min(gains, default=None))
 
