@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.core.errors import StructureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, make, toposort
-from weft.dynamic import collective, ops
+from weft.dynamic import collective
 from weft.dynamic.sizes import EDGES, ROWS, unit_of
 from weft.dynamic.trace import AT, Key, VertexProgram
 from weft.dynamic.vertex import Source
@@ -267,14 +267,8 @@ def _extreme(node: Node, args: Sequence[Any], shape: Any) -> Any:
     return x.clamp(min=bound) if node.op.name == "maximum" else x.clamp(max=bound)
 
 
-def _take(node: Node, args: Sequence[Any], shape: Any) -> Any:
-    return ops.spread(*args) if by_edge(node) else NotImplemented
-
-
 def _put(node: Node, args: Sequence[Any], shape: Any) -> Any:
     x, index, dim, rows = args[0], args[1], node.attr("dim"), node.args[2]
-    if by_edge(node):
-        return ops.segment_sum(x, index, shape[0])
     if rows.op.name != "arange" or rows.attr("start") or rows.attr("step") != 1 or rows.attr("shards"):
         return NotImplemented
     x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
@@ -282,7 +276,10 @@ def _put(node: Node, args: Sequence[Any], shape: Any) -> Any:
 
 
 def _segment_max(node: Node, args: Sequence[Any], shape: Any) -> Any:
-    return ops.segment_max(args[0], args[1], shape[0]) if by_edge(node) else NotImplemented
+    if not by_edge(node):
+        return NotImplemented
+    x, at = args[0], args[1].reshape(-1, *[1] * (node.ndim - 1)).expand_as(args[0])
+    return x.new_zeros(shape).scatter_reduce_(0, at, x, "amax", include_self=False)
 
 
 def _drawn(node: Node, args: Sequence[Any], shape: Any) -> Any:
@@ -291,6 +288,6 @@ def _drawn(node: Node, args: Sequence[Any], shape: Any) -> Any:
 
 
 _FORMS: dict[str, _Form] = {
-    **dict.fromkeys(_OPERATORS, _arithmetic), "where": _where, "keep_where": _keep, "maximum": _extreme, "minimum": _extreme, "take": _take,
+    **dict.fromkeys(_OPERATORS, _arithmetic), "where": _where, "keep_where": _keep, "maximum": _extreme, "minimum": _extreme,
     "put": _put, "segment_max": _segment_max, "uniform": _drawn, "normal": _drawn,
 }  # fmt: skip

@@ -26,28 +26,20 @@ from weft.core.names import part, readable
 from weft.core.node import Node, Type, remade, toposort
 from weft.core.program import Program, new_program
 from weft.core.role import Role
-from weft.dynamic import ops
 from weft.dynamic.schedule import Reads
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
-from weft.frontend.capture.handlers import register_lowering
 from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
-from weft.ops.embed import put, take
-from weft.ops.fill import arange
+from weft.ops.fill import full_op
 from weft.ops.linalg import einsum_op, matmul
 from weft.ops.pointwise import add, lt, where
-from weft.ops.segment import segment_max
 from weft.ops.shape import narrow, narrow_op, permute, reshape_op
 from weft.ops.source import input_node
 
 Function = Callable[[Vertex], None]
 Shape = tuple[int, ...]
 Key = tuple[str, ...]
-
-register_lowering(ops.spread)(lambda x, at: take(x, at, 0))
-register_lowering(ops.segment_sum)(lambda x, at, rows: put(x, at, arange(rows, x.mesh), 0))
-register_lowering(ops.segment_max)(lambda x, at, rows: segment_max(x, at, arange(rows, x.mesh)))
 
 
 @contextmanager
@@ -191,7 +183,8 @@ def output_name(kind: str, name: str) -> str:
 
 
 def _plainer(program: Program) -> dict[Node, Node]:
-    """x w' as a matmul; a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim; an edge's vertex, never negative."""
+    """x w' as a matmul; a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim; sums that start with zeros
+    without these; an edge's vertex, never negative."""
     found, at = dict[Node, Node](), program.input_names.get(AT)
     for n in program.nodes:
         args = [remade([a], found)[a] for a in n.args]
@@ -199,6 +192,8 @@ def _plainer(program: Program) -> dict[Node, Node]:
             found[n] = matmul(args[0], permute(args[1], 1, 0))
         elif n.op is reshape_op and (part := _chunk(args[0], n.shape)) is not None:
             found[n] = part
+        elif n.op is add and args[0].op is full_op and args[0].attr("value") == 0 and n.types == args[1].types:
+            found[n] = args[1]
         elif n.op is where and args[2] is at and args[0].op is lt and args[0].args[0] is at:
             found[n] = args[2]
     return found

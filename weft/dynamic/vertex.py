@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import StructureError
-from weft.dynamic import ops
 from weft.dynamic.schedule import REST, Reads
 
 
@@ -90,28 +89,30 @@ class Vertex:
 
     def spread(self, value: Tensor) -> Tensor:
         """A value of the vertex, once per edge."""
-        return ops.spread(value, self.edge_rows)
+        return value.index_select(0, self.edge_rows)
 
     def reduce(self, edges: Tensor, how: str = "sum") -> Tensor:
         """One row per vertex from one row per edge: sum, mean or max over its children (0 without children)."""
+        total = edges.new_zeros((self._rows, *edges.shape[1:]))
         if how == "sum":
-            return ops.segment_sum(edges, self.edge_rows, self._rows)
+            return total.index_add(0, self.edge_rows, edges)
         if how == "max":
-            return ops.segment_max(edges, self.edge_rows, self._rows)
+            at = self.edge_rows.reshape(-1, *[1] * (edges.dim() - 1)).expand_as(edges)
+            return total.scatter_reduce(0, at, edges, "amax", include_self=False)
         if how == "mean":
             count = self.count(edges.dtype).clamp(min=1)
-            return ops.segment_sum(edges, self.edge_rows, self._rows) / count.reshape(-1, *[1] * (edges.dim() - 1))
+            return self.reduce(edges) / count.reshape(-1, *[1] * (edges.dim() - 1))
         raise StructureError("unknown reduction over children", needed="sum, mean or max", found=repr(how))
 
     def count(self, dtype: torch.dtype | None = None) -> Tensor:
         """How many children each vertex reads together."""
-        return ops.segment_sum(torch.ones(self._edges, dtype=dtype, device=self.edge_rows.device), self.edge_rows, self._rows)
+        return self.reduce(torch.ones(self._edges, dtype=dtype, device=self.edge_rows.device))
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Softmax of edge scores over the children of each vertex."""
-        top = ops.segment_max(scores.detach(), self.edge_rows, self._rows)
+        top = self.reduce(scores.detach(), "max")
         weight = torch.exp(scores - self.spread(top))
-        return weight / self.spread(ops.segment_sum(weight, self.edge_rows, self._rows))
+        return weight / self.spread(self.reduce(weight))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of each vertex over its children: query per vertex; key and value per edge, [rows, heads, size]."""

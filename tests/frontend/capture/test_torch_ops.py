@@ -231,6 +231,10 @@ INDEX = {
     "scatter value": (lambda x: x.scatter(1, torch.tensor([[0], [1], [3]]), 5.0), X),
     "scatter_add": (lambda x, y: x.scatter_add(1, torch.tensor([[0, 0], [1, 0], [3, 3]]), y[:, :2]), X, Y),
     "index_add": (lambda x, y: x.index_add(0, torch.tensor([2, 2, 0]), y, alpha=2), X, Y),
+    "scatter amax": (
+        lambda x: x.new_zeros(5, 4).scatter_reduce(0, torch.tensor([2, 2, 4])[:, None].expand(3, 4), x, "amax", include_self=False), X,
+    ),
+    "scatter amax of numbers": (lambda x: x.new_zeros(3).scatter_reduce(0, torch.tensor([0, 2, 2, 0]), x[0], "amax", include_self=False), X),
     "index_copy": (lambda x, y: x.index_copy(0, torch.tensor([2, 0]), y[:2]), X, Y),
     "index_put": (lambda x, y: x.index_put((torch.tensor([2, 0]), torch.tensor([1, 3])), y[0, :2]), X, Y),
     "index_put sum": (lambda x, y: x.index_put((torch.tensor([2, 2]),), y[:2], accumulate=True), X, Y),

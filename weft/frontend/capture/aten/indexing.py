@@ -17,9 +17,10 @@ from weft.frontend.capture.recorder import Recorder
 from weft.ops import embed, order
 from weft.ops import pointwise as w
 from weft.ops import reduce as wr
-from weft.ops.fill import arange, arange_op, full, scale_gradient
+from weft.ops.fill import arange, arange_op, full, full_op, scale_gradient
 from weft.ops.order import argmax_op, sort_op, topk_op
-from weft.ops.shape import expand, narrow, permute, reshape
+from weft.ops.segment import segment_max
+from weft.ops.shape import expand, expand_op, narrow, permute, reshape, reshape_op
 
 
 def _wrapped(index: Node, size: int) -> Node:
@@ -130,9 +131,19 @@ def _scatter(r: Recorder, x: Node, dim: int, index: Node, source: Any) -> Node:
 
 @aten("scatter_add", "scatter_reduce.two")
 def _scatter_add(r: Recorder, x: Node, dim: int, index: Node, source: Node, reduce: str = "sum", include_self: bool = True) -> Node:
+    rows = _same_along(index)
+    if reduce == "amax" and not include_self and dim % x.ndim == 0 and rows is not None and x.op is full_op and x.attr("value") == 0:
+        return segment_max(_trimmed_to(source, index), rows, arange(x.shape[0], x.mesh)) if _fits(x, index, dim) else NotImplemented
     if reduce != "sum" or not include_self or not _tabled(x, index) or not _fits(x, index, dim):
         return NotImplemented
     return embed.scatter_add(x, index, _trimmed_to(source, index), dim)
+
+
+def _same_along(index: Node) -> Node | None:
+    """The index of one dim that stands for all elements of each slice."""
+    inner = index.args[0] if index.op is expand_op else index
+    inner = inner.args[0] if inner.op is reshape_op and inner.shape == (inner.shape[0], *(1,) * (inner.ndim - 1)) else inner
+    return inner if inner.ndim == 1 and inner.shape == index.shape[:1] and inner.dtype in (torch.int64, torch.int32) else None
 
 
 def _trimmed_to(x: Node, like: Node) -> Node:
