@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.codegen.library_calls import all_rows
 from weft.core.errors import StructureError
 from weft.core.layout import Layout, Mesh
 from weft.core.node import DTYPE_NAMES, Node, Type, make, toposort
@@ -268,9 +269,9 @@ def _extreme(node: Node, args: Sequence[Any], shape: Any) -> Any:
 
 
 def _put(node: Node, args: Sequence[Any], shape: Any) -> Any:
-    x, index, dim, rows = args[0], args[1], node.attr("dim"), node.args[2]
-    if rows.op.name != "arange" or rows.attr("start") or rows.attr("step") != 1 or rows.attr("shards"):
+    if not all_rows(node.args[2]):
         return NotImplemented
+    x, index, dim = args[0], args[1], node.attr("dim")
     x = x.reshape(*x.shape[:dim], index.numel(), *x.shape[dim + index.ndim :])
     return x.new_zeros(*x.shape[:dim], shape[dim], *x.shape[dim + 1 :]).index_add(dim, index.reshape(-1), x)
 
