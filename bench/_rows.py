@@ -39,6 +39,7 @@ class Row:
     cluster: Cluster
     measured: float
     metric: Callable[[SimulatedStep], float]
+    unit: str
     assumed: Mapping[str, str]
     lacks: str = ""  # why there is nothing to compare with
     faster: bool = False  # whether the measure grows as the step gets shorter
@@ -116,7 +117,7 @@ def _iteration(cells: Cells, case: str) -> Row:
     cluster = Cluster(f"{gpus}x{profile.name}", (_nodes(gpus, profile),))
     group = f"{shape.layers}x{shape.hidden} s{shape.seq} on {gpus}"
     measured, lacks = b.measured("iteration time (ms)")
-    return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, b.assumed, lacks)
+    return Row(case, group, shape, setting, cluster, measured, lambda step: step.seconds * 1e3, "ms per step", b.assumed, lacks)
 
 
 def _iterated_on(b: Blanks, gpus: int) -> Profile:
@@ -167,8 +168,8 @@ def _measured_with_memory(cells: Cells, case: str) -> Row:
     place = Cluster(f"{n['gpus']}x{profile.name}", (_nodes(n["gpus"], profile),))
     measured, lacks = b.measured("step_s")
     return Row(
-        _case(cells, case), f"{shape.layers}x{shape.hidden} s{shape.seq}", shape, setting, place, measured, lambda step: step.seconds, b.assumed, lacks,
-        held=b.number("peak_mem_bytes", 0.0), stages=tuple(stages) if n["pp"] > 1 else (),
+        _case(cells, case), f"{shape.layers}x{shape.hidden} s{shape.seq}", shape, setting, place, measured, lambda step: step.seconds, "s per step", b.assumed,
+        lacks, held=b.number("peak_mem_bytes", 0.0), stages=tuple(stages) if n["pp"] > 1 else (),
     )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def _published(cells: Cells, case: str) -> Row:
     measured, lacks = b.measured("value")
     held = b.number("reserved_gib", 0.0) * 2**30 + (RESIDENT if (cells.get("reserved_gib") or "").strip() else 0.0)
     return Row(
-        _case(cells, case), group, shape, setting, cluster, measured, metric, b.assumed, lacks,
+        _case(cells, case), group, shape, setting, cluster, measured, metric, unit_of(b.text("metric")), b.assumed, lacks,
         faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)), lora=_lora(b),
     )  # fmt: skip
 
@@ -369,6 +370,16 @@ def _virtual(b: Blanks, layers: int, pp: int) -> int:
         return chunks
     b.assumed[key] = f"{max(1, layers // pp)} chunks on each stage ({pp} x {chunks} would be more than {layers} layers)"
     return max(1, layers // pp)
+
+
+UNITS = {
+    "iteration_s": "s per step", "iteration_ms": "ms per step", "tokens_per_s_per_gpu": "tokens/s per GPU", "tokens_per_s": "tokens/s", "mfu_percent": "MFU, %",
+    "mfu": "MFU",
+}  # fmt: skip
+
+
+def unit_of(metric: str) -> str:
+    return "TFLOP/s per GPU" if metric.startswith("TFLOPs_per_gpu") else UNITS.get(metric.lower(), metric)
 
 
 def _metric(name: str, shape: Counted, setting: Setting, gpus: int) -> Callable[[SimulatedStep], float]:

@@ -68,7 +68,7 @@ def predict(row: Any) -> dict[str, Any]:
     if row.lacks:
         return {**nothing, "group": row.group, "predicted": predicted, "reason": row.lacks, "assumed": dict(row.assumed)}
     return {
-        "case": row.case, "group": row.group, "measured": row.measured, "predicted": predicted,
+        "case": row.case, "group": row.group, "unit": row.unit, "measured": row.measured, "predicted": predicted,
         "error": predicted / row.measured - 1, "assumed": dict(row.assumed), "class": class_of(row),
         **({"memory_error": step.peak_memory.total / row.held - 1} if row.held else {}),
     }  # fmt: skip
@@ -175,6 +175,11 @@ def _percent(x: float | None) -> str:
     return "-" if x is None else f"{x:.1%}"
 
 
+def _four(x: float) -> str:
+    """Four digits, without an exponent."""
+    return f"{float(f'{x:.4g}'):,.0f}" if abs(x) >= 1e4 else f"{x:,.4g}"
+
+
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3f}"
 
@@ -195,7 +200,6 @@ NAMES = {
     "a100_single_node_iterations": "vTrain, one node", "a100_multi_node_iterations": "vTrain, several nodes", "published_steps": "published runs",
     "published_steps_2": "newer published runs", "sailor_steps": "Sailor", "sailor_memory": "Sailor, memory",
 }  # fmt: skip
-UNITS = {"Megatron": "TFLOP/s per GPU", "Korth": "s per step", "MegaScale": "s per step", "torchtitan": "tokens/s per GPU", "nanotron": "MFU, %"}
 
 
 def tables(found: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, Mapping[str, Any]]) -> str:
@@ -225,6 +229,5 @@ def _published(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
             lines += ["", f"{NAMES.get(name, name).capitalize()}, one by one:", "", "| run | unit | measured | predicted | error |", "|---|---|---|---|---|"]
             for r in (r for r in rows if r["error"] is not None):
                 case = re.sub(r"^\w+:\d+ ", "", r["case"])
-                unit = next((u for system, u in UNITS.items() if case.startswith(system)), "")
-                lines.append(f"| {case} | {unit} | {r['measured']:,.4g} | {r['predicted']:,.4g} | {r['error']:+.1%} |")
+                lines.append(f"| {case} | {r.get('unit', '')} | {_four(r['measured'])} | {_four(r['predicted'])} | {r['error']:+.1%} |")
     return lines

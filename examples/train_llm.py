@@ -26,6 +26,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--bf16", action="store_true")
+    p.add_argument("--save-every", type=int, default=100)
     p.add_argument("--out", default="run")
     return p.parse_args()
 
@@ -62,10 +63,12 @@ def main() -> None:
     began, done = time.perf_counter(), step.steps
     while step.steps < args.steps:
         value = step(rows[step.steps])
+        if step.steps % args.save_every == 0 or step.steps == args.steps:
+            checkpoints.save(wait=False)  # written while training goes on
         if first and (step.steps % 10 == 0 or step.steps == args.steps):
             rate = (step.steps - done) * args.batch * args.seq / (time.perf_counter() - began)
             print(f"step {step.steps} loss {value:.3f} tokens/s {rate:,.0f}", flush=True)
-    checkpoints.save()
+    checkpoints.finish()
     step.save_pretrained(f"{args.out}/model")
     if first:
         if tokenizer:

@@ -74,6 +74,8 @@ def run_page(path: Path, folder: Path, accept: bool = False, commands: Path = Pa
     """
     space: dict[str, object] = {"__name__": "__main__"}
     printed, done = "", 0
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")  # as for a reader who stands in the checkout
     sys.path[:0] = [str(folder), str(ROOT / "examples")]  # the process is the page's own
     with contextlib.chdir(folder):
         for number, block in enumerate(blocks(text_of(path))):

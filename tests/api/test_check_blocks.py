@@ -93,15 +93,15 @@ def test_each_distinct_block_is_run_once(too_large: None) -> None:
     Layer.runs = 0
     verdict = judged()
     assert Layer.runs == 1 and verdict.compared > 25 and verdict.worst < 1e-12
-    assert "3 of 6 blocks, the others repeat these, on the example" in str(verdict)
-    assert "block by block because the full step would take" in str(verdict) and "not compared" not in str(verdict)
+    assert "3 of 6 modules, which the others repeat, on the example" in str(verdict)
+    assert "module by module because the full step would take" in str(verdict) and "not compared" not in str(verdict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_parameters_without_values_are_given_some_block_by_block(dtype: torch.dtype) -> None:
     w = zoo.small("gpt2", dtype=dtype, dropout=0.1)
     model = w.model.to("meta")
-    with pytest.warns(UserWarning, match="GPT was compared with torch in parts: .* tensors equal torch's on .* because its parameters have no values yet"):
+    with pytest.warns(UserWarning, match="GPT was compared with torch in parts: .* tensors equal torch's on .* because its parameters are on the meta device"):
         step = parallelize(model, w.loss, torch.optim.AdamW(model.parameters()), w.example(8))
     assert step.verified is not None and step.verified.compared > 20 and all(p.is_meta and p.grad is None for p in model.parameters())
 
@@ -120,7 +120,7 @@ def test_no_rank_holds_more_than_its_share_of_a_model_without_values() -> None:
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "vit-l16"])
 def test_models_of_the_zoo_by_blocks(name: str, too_large: None) -> None:
     w = zoo.small(name, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="the others repeat these"):
+    with pytest.warns(UserWarning, match="which the others repeat"):
         step = parallelize(w.model, w.loss, torch.optim.SGD(w.model.parameters(), 0.1, 0.9), w.example(8))
     assert step.verified is not None and step.verified.compared > 20 and step.verified.worst < 1e-9 and len(step.verified.left) == 1
 

@@ -92,7 +92,7 @@ def test_a_wrong_gradient_is_refused() -> None:
 
 
 def test_what_is_too_large_is_compared_by_blocks(too_large: None) -> None:
-    with pytest.warns(UserWarning, match="3 of 4 blocks"):
+    with pytest.warns(UserWarning, match="3 of 4 modules"):
         run, own = made(Net()), trained(Net())
     assert run.verified.compared > 5 and own.verified[True].compared > 15
     with pytest.raises(CaptureError, match="does not compute what torch does"):

@@ -243,7 +243,7 @@ def test_what_is_not_understood_is_named() -> None:
     assert found.unused == ("wall_clock_breakdown",) and "offload_optimizer" in found.unmodelled[0] and "train_micro_batch_size_per_gpu" in found.assumed
     hybrid = read("--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 4", "", 8)
     assert hybrid.setting.dp == 8 and "HSDP, 2 copies of 4 shards" in hybrid.unmodelled[0]
-    with pytest.raises(PlanError, match="no known system"):
+    with pytest.raises(PlanError, match="a system that weft reads"):
         read('{"a": 1}')
     with pytest.raises(PlanError, match="cannot read micro-batch-size = 'many'"):
         read("--micro-batch-size many")

@@ -54,7 +54,7 @@ def exceeds_share(program: Program, captured: Captured) -> bool:
 
 def reason(captured: Captured, device: torch.device) -> str:
     if not all(map(has_values, captured.parameters.values())):
-        return "its parameters have no values yet"
+        return "its parameters are on the meta device"
     return f"the full step {cost(captured.program, device)}, and no smaller part of the example is few enough samples"
 
 

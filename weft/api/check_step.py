@@ -139,9 +139,10 @@ def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start
     if worst and apart[worst].allowed > 1:
         raise refusal(case, f"{worst} {apart[worst].words}")
     farthest = max(apart, key=lambda n: apart[n].relative, default="")
-    blocks = f"{found.kinds} of {found.blocks} blocks, the others repeat these, on {_fewer(samples, found.parts)}"
+    blocks = f"{found.kinds} of {found.blocks} modules, which the others repeat, on {_fewer(samples, found.parts)}"
     blocks = blocks if found.apart else "updates alone"
-    left = (f"block by block because {check_cost.reason(captured, case.device)}", *found.left, *(["clipping was not compared"] if case.how.clip else []))
+    clip = ("gradient clipping was not compared",) if case.how.clip else ()
+    left = (f"module by module because {check_cost.reason(captured, case.device)}", *found.left, *clip)
     by = apart[farthest].relative if farthest else 0.0
     verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
     warnings.warn(f"{type(case.model).__name__} was compared with torch in parts: {verdict}", stacklevel=user_level())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.core.errors import PlanError
-from weft.plan.spec import Spec
+from weft.plan.spec import NUMBERS, Spec
 from weft.runtime.agree import world
 from weft.runtime.hosts import own_accelerator
 
@@ -87,7 +88,7 @@ class Options:
         known = [f.name for f in fields(Options)]
         for name in settings:
             if name not in known:
-                raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name)
+                raise PlanError(f"parallelize has no option {name}", needed=", ".join(["device", *known]), found=name, try_=_instead(name, known))
         asked = replace(options or Options(), **settings)
         if isinstance(asked.precision, str) and asked.precision not in LOW:
             needed = f"{', '.join(map(repr, LOW))}, or a dtype such as torch.bfloat16".replace("'", '"')
@@ -119,6 +120,11 @@ class Options:
     def how(self) -> dict[str, Any]:
         """What is captured with the step: the norm that gradients are clipped to, and the dtype of the compute."""
         return {"clip": self.clip, "precision": torch.bfloat16 if self.low else self.precision}
+
+
+def _instead(name: str, known: list[str]) -> list[str]:
+    """An option of nearly this name, or the plan's word for it."""
+    return ['plan="dp2,zero1"'] if name in NUMBERS else [f"{near}=" for near in get_close_matches(name, known, n=2)]
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:

@@ -78,20 +78,20 @@ def triton() -> Finding:
 
 
 def highs() -> Finding:
-    return _package("HiGHS", "highspy", advice="pip install 'weft[plan]': plans are run without it, not made")
+    return _package("HiGHS", "highspy", advice="pip install highspy: without it plans can be run but not made")
 
 
 def z3() -> Finding:
-    return _package("Z3", "z3-solver", "z3", advice="pip install 'weft[prove]': rules are not judged a second time without it")
+    return _package("Z3", "z3-solver", "z3", advice="pip install z3-solver: only weft verify uses it, to verify rules a second time")
 
 
 def transformers() -> Finding:
-    return _package("transformers", "transformers", advice="pip install 'weft[hf]': hf: models and the Trainer need it", low=(4, 50))
+    return _package("transformers", "transformers", advice="pip install transformers: Hugging Face models and the Trainer need it", low=(4, 50))
 
 
 def yaml() -> Finding:
     return _package(
-        "PyYAML", "pyyaml", "yaml", advice="pip install 'weft[plan]': clusters and configurations in YAML are not read without it"
+        "PyYAML", "pyyaml", "yaml", advice="pip install pyyaml: without it clusters and configurations in YAML are not read"
     )
 
 

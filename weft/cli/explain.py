@@ -29,5 +29,7 @@ def explain(
         for r in reasons(made, lambda text: status.update(f"what else for {text}"), run_model):
             found.append(r)
             results().print(str(r), highlight=False, markup=False)
+    if made.objective == "time" and any(r.ms < 0 for r in found):
+        results().print("a next best with less time is within the prediction error and less simple: weft plan --fastest takes it", highlight=False)
     if json:
         emit({"plan": plan, "step_ms": made.step_ms, "decisions": [r.data() for r in found], "seconds": time.perf_counter() - began})

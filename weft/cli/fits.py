@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from weft.cli.output import emit, many, results
+from weft.cli.output import count, emit, many, results
 
 if TYPE_CHECKING:
     from weft.plan.fits import Answer
@@ -21,8 +21,8 @@ def fits(
     gpu: str = typer.Option(..., "--gpu", help="Device kind; an unknown one lists those that are known."),
     gpus: int = typer.Option(1, "--gpus", help="Number of devices."),
     lora: int = typer.Option(0, "--lora", help="Train LoRA adapters of this rank on every linear layer of the blocks, all else frozen.", show_default=False),
-    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the longest the model takes"),
-    batch: int = typer.Option(0, "--batch", help="Global batch in samples.", show_default="one per device"),
+    seq: int = typer.Option(0, "--seq", callback=count, help="Sequence length.", show_default="the longest the model takes"),
+    batch: int = typer.Option(0, "--batch", callback=count, help="Global batch in samples.", show_default="one per device"),
     optimizer: str = typer.Option(
         "adamw", "--optimizer", help="adamw, muon, sgd, momentum, lion, adafactor, adamw8bit; an unknown one lists all."
     ),

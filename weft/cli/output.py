@@ -21,6 +21,16 @@ CLUSTER: Any = typer.Option(
 _click = import_module(typer.Context.__bases__[0].__module__.removesuffix(".core") + ".globals")  # newer typer has a copy of its own
 
 
+def count(context: typer.Context, param: typer.CallbackParam, value: int) -> int:
+    """An option that takes a number of 1 or more where it is given; 0 stands for its default."""
+    from weft.core.errors import PlanError
+
+    source = context.get_parameter_source(str(param.name))
+    if value < 1 and source is not None and source.name == "COMMANDLINE":
+        raise PlanError(f"{param.opts[0]} is {value}", needed=f"{param.opts[0]} of 1 or more", found=str(value))
+    return value
+
+
 def results() -> Console:
     """Where a command prints its result: stdout, or stderr while stdout carries JSON. Lines are broken on a terminal only."""
     context = _click.get_current_context(silent=True)

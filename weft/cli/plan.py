@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import CLUSTER, console, emit, results, writable
+from weft.cli.output import CLUSTER, console, count, emit, results, writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +23,9 @@ def plan(
     ),
     cluster: str = CLUSTER,
     batch: int = typer.Option(
-        0, "--batch", help="Global batch in samples.", show_default="about 4M tokens; for FILE.py:FUNCTION its batch on every device"
+        0, "--batch", callback=count, help="Global batch in samples.", show_default="about 4M tokens; for FILE.py:FUNCTION its batch on every device"
     ),
-    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the model's"),
+    seq: int = typer.Option(0, "--seq", callback=count, help="Sequence length.", show_default="the model's"),
     objective: str = typer.Option(
         "time", "--objective", help="Minimise time (step time), memory or cost (device time per token), or maximise goodput."
     ),

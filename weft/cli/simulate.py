@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import CLUSTER, console, emit, many, results, writable
+from weft.cli.output import CLUSTER, console, count, emit, many, results, writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from weft.cluster.spec import Cluster
     from weft.cost.timeline import Timeline
-    from weft.plan.fits import Fit
+    from weft.plan.fits import Fit, FittingChange
     from weft.plan.setting import Setting
     from weft.plan.simulate import SimulatedStep
 
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 def simulate(
     model: str = typer.Argument(..., help="A known name such as llama3-8b, or hf:FOLDER with a Hugging Face config.json."),
     cluster: str = CLUSTER,
-    batch: int = typer.Option(0, "--batch", help="Global batch in samples.", show_default="one micro-batch per replica"),
+    plan: str = typer.Option("", "--plan", help="All degrees as one plan string, such as dp8,tp2,zero1, in place of the options for them.", show_default=False),
+    batch: int = typer.Option(0, "--batch", callback=count, help="Global batch in samples.", show_default="one micro-batch per replica"),
     micro_batch: int = typer.Option(1, "--micro-batch", help="Samples per device at a time."),
-    seq: int = typer.Option(0, "--seq", help="Sequence length.", show_default="the model's"),
+    seq: int = typer.Option(0, "--seq", callback=count, help="Sequence length.", show_default="the model's"),
     dp: int = typer.Option(0, "--dp", help="Data-parallel degree.", show_default="all remaining devices"),
     tp: int = typer.Option(1, "--tp", help="Tensor-parallel degree."),
     pp: int = typer.Option(1, "--pp", help="Pipeline stages."),
@@ -69,7 +72,9 @@ def simulate(
     writable(trace)
     place = spec.cluster(cluster)
     copies = dp or max(1, place.devices // max(1, tp * pp * cp))
-    setting = Setting.counted(
+    if plan:
+        _require_no_degrees(plan, dp=dp, tp=tp - 1, pp=pp - 1, cp=cp - 1, ep=ep - 1, virtual=virtual - 1, zero=zero, schedule=schedule)
+    setting = _of_words(plan, batch, micro_batch, kernels, dtype or best_dtype(place), overlap) if plan else Setting.counted(
         global_batch=batch or copies * max(1, micro_batch) * (4 * pp if pp > 1 else 1), micro_batch=micro_batch,
         dp=copies, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual, zero=zero, recompute=_same_for_all_layers(recompute),
         schedule=schedule or (CHUNKED if virtual > 1 else PLAIN), kernels=kernels, dtype=dtype or best_dtype(place),
@@ -79,6 +84,8 @@ def simulate(
     stack = captured_stack(model, setting.dtype, seq)[0]
     step = run(stack.work(setting), setting, place)
     answer = fit(stack, setting, place, step)
+    if plan:
+        answer = replace(answer, changes=tuple(replace(c, says=_in_words(c, place)) for c in answer.changes))
     if trace:
         _save_trace(step, detail(stack.work(setting), setting, place), trace)
     of = f" of {stack.seq} tokens" if stack.seq else ""
@@ -98,6 +105,39 @@ def simulate(
                 "seconds": time.perf_counter() - began,
             }
         )
+
+
+def _require_no_degrees(plan: str, **degrees: Any) -> None:
+    from weft.core.errors import PlanError
+
+    if given := [f"--{name}" for name, value in degrees.items() if value]:
+        raise PlanError(
+            "--plan and options for degrees", needed="one or the other", found=f"--plan {plan} with {', '.join(given)}", try_="write all of it in --plan"
+        )
+
+
+def _in_words(change: FittingChange, place: Cluster) -> str:
+    """A change as the options that name it by a plan string."""
+    where = [f"--cluster {change.cluster.text}"] if change.cluster != place else []
+    return " ".join([*where, f"--plan {change.setting.spec} --micro-batch {change.setting.micro_batch}"])
+
+
+def _of_words(plan: str, batch: int, micro_batch: int, kernels: str, dtype: str, overlap: bool) -> Setting:
+    """The setting that a plan string names; what it says of single parameters or modules is for captured models."""
+    from weft.core.errors import PlanError
+    from weft.plan.setting import Setting, require_count
+    from weft.plan.spec import Spec
+
+    spec = Spec.parse(plan).checked()
+    if single := [name for name in ("groups", "stages", "splits", "pins", "shares") if getattr(spec, name)]:
+        raise PlanError(
+            "this plan names parameters or modules", needed="degrees and words for all layers", found=f"{single[0]} in {plan}",
+            try_="weft plan FILE.py:FUNCTION --pin ...",
+        )  # fmt: skip
+    require_count("micro_batch", micro_batch)
+    own = spec.dp * spec.ep * spec.micro_batches * micro_batch
+    setting = Setting.of(spec, global_batch=own, kernels=kernels, dtype=dtype, overlap_grads=overlap, overlap_params=overlap)
+    return setting.of_batch(batch) if batch else setting
 
 
 def _same_for_all_layers(recompute: str) -> str:

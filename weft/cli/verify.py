@@ -20,7 +20,7 @@ def verify(
     workers: Annotated[int, typer.Option(help="Number of processes.")] = 2,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed; then judged again by Z3."""
+    """Verify rewrite rules: each is proved, proved up to a size, refuted with a counterexample, or ill-typed; then Z3 verifies it once more."""
     import torch
 
     torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def verify(
     counts |= found.beside
     results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
     if not found.judge:
-        results().print("Z3 is not installed, so no rule was judged a second time: pip install 'weft[prove]'", markup=False)
+        results().print("Z3 is not installed, so no rule was verified a second time: pip install z3-solver", markup=False)
     if json:
         emit({**counts, "judge": found.judge or None, "seconds": round(found.seconds, 2)})
     if found.refuted or found.disputed:

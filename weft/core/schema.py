@@ -148,7 +148,8 @@ def fit(kind: Any, data: Any, where: str) -> None:
 def short(value: Any) -> str:
     """A value in a line, however long it is."""
     if isinstance(value, (list, dict)) and len(value) > 8:
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value):,}"
+        first = ", ".join(short(name) for name in list(value)[:3])
+        return f"a list of {len(value):,}" if isinstance(value, list) else f"an object with {first} and {len(value) - 3:,} more keys"
     told = repr(value[:100] if isinstance(value, str) else value)
     return told if len(told) <= 100 else told[:97] + "..."
 

@@ -131,7 +131,11 @@ def _instead(name: str) -> list[str]:
         return [f"{name}:make, if make is what returns (model, loss, batch)"]
     if Path(name).is_dir():
         return [f"hf:{name}"] if (Path(name) / "config.json").is_file() else [f"hf:{name}, once a config.json is in that folder"]
-    return get_close_matches(name, _entries, n=4, cutoff=0.6) or [", ".join(names())]
+    near = get_close_matches(name.rpartition("/")[2].lower(), _entries, n=4, cutoff=0.6)
+    if "/" in name:  # as models are named on a hub
+        folder = name.rpartition("/")[2]
+        near.append(f"hf download {name} config.json --local-dir {folder}, then hf:{folder}")
+    return near or [", ".join(names())]
 
 
 def resized(model: Entry, changes: Mapping[str, Any]) -> Any:

@@ -156,7 +156,10 @@ def import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise CaptureError(f"{path} cannot be imported", needed="a Python file that runs to its end", found=_describe_user_error(error, path)) from error
+        raise CaptureError(
+            f"{path} cannot be imported", needed="a Python file that runs to its end", found=_describe_user_error(error, path),
+            try_='put what trains below if __name__ == "__main__":',
+        ) from error
     return module
 
 
@@ -235,7 +238,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise CaptureError("Hugging Face models need transformers", needed="transformers", found="not installed",
-                           try_="pip install 'weft[hf]'") from error  # fmt: skip
+                           try_="pip install transformers") from error  # fmt: skip
     return transformers
 
 

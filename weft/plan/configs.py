@@ -97,8 +97,9 @@ def kind_of(keys: Mapping[str, Any]) -> str:
         if any(key.startswith(starts) for key in keys):
             return form
     raise PlanError(
-        "this is the configuration of no known system", needed=" or ".join(READERS), found=", ".join(list(keys)[:6]) or "no keys",
-        try_="weft price FILE with a torchtitan TOML or Python file, Megatron arguments, a DeepSpeed JSON or an accelerate YAML",
+        "not the configuration of a system that weft reads", needed=" or ".join(READERS), found=", ".join(list(keys)[:6]) or "no keys",
+        try_="weft explain FILE" if "weft_plan" in keys
+        else "weft price FILE with a torchtitan TOML or Python file, Megatron arguments, a DeepSpeed JSON or an accelerate YAML",
     )  # fmt: skip
 
 

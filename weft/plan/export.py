@@ -190,7 +190,7 @@ def _torchtitan(plan: Plan, comments: Sequence[str]) -> str:
         options |= {"parallelism.module_fqns_per_model_part": parts} if parts else {}
     policy = {"none": "None", "per-op": "SelectiveAC.Config()", "full": "FullAC.Config()"}[_one_recompute(plan, ("none", "per-op", "full"))]
     base = TITAN_BASE.get(plan.model)
-    where = f"from torchtitan.models.llama3.config_registry import {base} as base" if base else f"from my_configs import base  # what makes {plan.model}"
+    where = f"from torchtitan.models.llama3.config_registry import {base} as base" if base else f"from my_configs import base  # yours of {plan.model}"
     lines = [f"    config.{key} = {value!r}" for key, value in options.items()]
     return (
         _hashes(comments) + f"from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC\n{where}\n\n\n"

@@ -2,7 +2,7 @@
 
 Activations are followed through the order of the pipeline: a forward adds what its backward will need, that backward frees
 it. What the host keeps of layers is none of it, but for the last layer of a chunk, whose backward comes at once. On top come the largest
-passing buffers, and an allowance for fragmentation and for what the driver and library hold.
+temporaries, communication buffers, and a safety margin for fragmentation and for what the driver and library hold.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Memory:
     grads: float
     optimizer: float
     activations: float
-    passing: float
+    temporaries: float
     buffers: float
 
     @property
     def allocated(self) -> float:
         """What the allocator counts."""
-        return self.params + self.grads + self.optimizer + self.activations + self.passing + self.buffers
+        return self.params + self.grads + self.optimizer + self.activations + self.temporaries + self.buffers
 
     @property
     def total(self) -> float:
@@ -42,7 +42,7 @@ class Memory:
 
     def parts(self) -> dict[str, float]:
         """Every part by name; they sum to `total`."""
-        return {**asdict(self), "allowance": self.total - self.allocated}
+        return {**asdict(self), "safety margin": self.total - self.allocated}
 
 
 def stage_memory(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> Memory:
@@ -52,7 +52,7 @@ def stage_memory(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: 
     return Memory(
         params=held.params, grads=held.grads, optimizer=held.optimizer,
         activations=_peak_activations(setting, chunks, order),
-        passing=max(_passing(setting, part.block) for part in parts),
+        temporaries=max(_passing(setting, part.block) for part in parts),
         buffers=_buffers(setting, parts),
     )  # fmt: skip
 

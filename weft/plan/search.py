@@ -368,7 +368,7 @@ class Search:
             self._hulls[key] = mean_hull([times.with_host(layer) for layer, _ in work.kinds], shares)
         held = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
         state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(held, shares, strict=True)) * layers
-        left = room(self.memory) - state - min(m.passing + m.buffers for m in held)
+        left = room(self.memory) - state - min(m.temporaries + m.buffers for m in held)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
         return [layers * least_more(self._hulls[key], left * s.chunks / (n * layers)) for n in alive]
 

@@ -272,6 +272,8 @@ def _instead(word: str) -> list[str]:
     """What somebody who wrote this word may have meant: another system's name for it, or the nearest word."""
     if word in FAMILIAR:
         return [FAMILIAR[word]]
+    if glued := re.fullmatch(rf"((?:{'|'.join(NUMBERS)})\d+){{2,}}", word):
+        return [",".join(re.findall(r"[a-z]+\d+", glued[0]))]
     digits = re.search(r"\d*$", word)
     number = digits[0] if digits else ""
     near = get_close_matches(word.removesuffix(number), [*NUMBERS, *WORDS], n=2)

@@ -304,7 +304,7 @@ class StagePartitioner:
         for name, way, n in pieces:
             m = self._memory_of(name, way)
             adds += n * (m.params + m.grads + m.optimizer + alive * m.activations)
-            passing, buffers = max(passing, m.passing), max(buffers, m.buffers)
+            passing, buffers = max(passing, m.temporaries), max(buffers, m.buffers)
         adds += alive * stays(self.setting, [self._block(name, way) for name, way, _ in pieces])
         return needed(adds + passing + buffers)
 

@@ -90,8 +90,9 @@ def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
     if equal := f.get("equal_ms"):
         within, usual = f.get("equal_within"), f"{equal_within():.0%}, the error between two predictions"
         why = f"{within:.0%}, the error of a step that waits for the host" if within else usual
+        width = max(map(len, equal))
         yield f"the simplest of the plans within {why} (--fastest takes the fastest):"
-        yield from (f"  {other:<44} {ms:>12,.1f} ms" for other, ms in sorted(equal.items(), key=lambda item: item[1]))
+        yield from (f"  {other:<{width}} {ms:>12,.1f} ms" for other, ms in sorted(equal.items(), key=lambda item: item[1]))
     fastest = min([f["step_ms"], *f.get("equal_ms", {}).values()])
     for words, ms in f.get("padded_ms", {}).items():
         yield f"tip: {words}: {ms:,.1f} ms ({ms / fastest - 1:+.0%} against the fastest without it); weft does not change the model"
@@ -99,10 +100,14 @@ def _lines(plan: Plan, seconds: float | None) -> Iterator[str]:
         yield "other systems, each with the best settings found for it:"
     for name, ms in sorted(plan.baselines_ms.items(), key=lambda item: item[1]):
         yield f"  {name:<14} {ms:>12,.1f} ms  {_against(ms / f['step_ms'])}"
-    yield from (f"  {name:<14} does not fit: {reason}" for name, reason in plan.infeasible.items())
+    yield from (f"  {name:<14} {_refused(reason)}" for name, reason in plan.infeasible.items())
     if seconds is not None:
         proved = "nothing better in the search space" if f["gap"] < 0.004 else f"at most {f['gap']:.1%} from the best in the search space"
         yield f"planned in {seconds:.1f} s; {'the best of the candidates tried' if plan.layouts else proved}"
+
+
+def _refused(reason: str) -> str:
+    return f"does not fit: {reason}" if reason.startswith("needs") else f"not possible: {reason}"
 
 
 def _against(ratio: float) -> str:

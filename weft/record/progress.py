@@ -78,14 +78,14 @@ def parted(predicted: Mapping[str, float], measured: Mapping[str, float]) -> lis
 
 
 def _how(cause: str, change: float) -> str:
-    return ("longer" if change > 0 else "shorter") if cause == "bubble" else ("slower" if change > 0 else "faster")
+    return ("longer" if change > 0 else "shorter") if cause in ("bubble", "peers") else ("slower" if change > 0 else "faster")
 
 
 def _means(cause: str) -> str:
     known = {
         "compute": "compute is", FUSED: "the fused update with its communication is", "host": "launching kernels is",
         "forward": "forward is", "backward": "backward is", "weight": "the pass of weight gradients is", "optimizer": "the update is",
-        "bubble": "the pipeline bubble is",
+        "bubble": "the pipeline bubble is", "peers": "waiting for other ranks is",
     }  # fmt: skip
     return known.get(cause, f"communication along {cause} is")
 

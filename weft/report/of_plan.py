@@ -186,7 +186,7 @@ def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int)
         if held:
             yield Curve(name, [(0.0, held), (end, held)], stacked=True)
     yield Curve("activations", _activations(s, step, sizes, stage), stacked=True)
-    yield Curve("temporaries", _passing(step, stage, m.passing), stacked=True)
+    yield Curve("temporaries", _passing(step, stage, m.temporaries), stacked=True)
     yield Curve("safety margin", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
 
 

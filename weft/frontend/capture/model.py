@@ -141,7 +141,8 @@ def require_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 def _require(right: bool, what: str, needed: str, found: Any) -> None:
     if not right:
-        raise CaptureError(f"this is no {what}", needed=needed, found=repr(found)[:80])
+        tip = "weft.parallelize(model, loss, optimizer, batch)" if what == "optimizer" and callable(found) else None
+        raise CaptureError(f"this is not {'an' if what[0] in 'aeiou' else 'a'} {what}", needed=needed, found=repr(found)[:80], try_=tip)
 
 
 def capture_step(
@@ -242,8 +243,15 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
     return torch.stack([_scalar(whole(micro_batch(batch, i, parts))) for i in range(parts)]).mean()
 
 
+def _scalar_try(loss: Any) -> str:
+    """What to write where a loss is of the wrong kind."""
+    if loss is None:
+        return "return the loss"
+    return "mean() of it" if isinstance(loss, Tensor) else "return the tensor itself, without item() or float()"
+
+
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError("the loss is not a scalar", needed="a float tensor of one element", found=found, try_="mean() of it")
+        raise CaptureError("the loss is not a scalar", needed="a float tensor of one element", found=found, try_=_scalar_try(loss))
     return loss if loss.shape == () else loss.reshape(())
