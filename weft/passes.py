@@ -283,8 +283,8 @@ PASSES = (
     Pass("stages", "the forward pass is split where few values pass; backward passes follow by the chain rule, each recomputing its own", _stages),
     Pass("sparse updates", "tables of which a step reads few rows are updated by these rows alone", _sparse),
     Pass("place", "every tensor gets a layout on the mesh, and collectives stand where layouts change", _place),
-    Pass("deal", "samples of dynamic models are dealt to ranks by predicted time, so that none waits long for another", _balance_samples),
-    Pass("gather again", "parameters held in slices are gathered for each pass, so that none stays gathered in between", _gather_for_backward),
+    Pass("balance samples", "samples of dynamic models are assigned to ranks by predicted time, so that none waits long for another", _balance_samples),
+    Pass("re-gather", "parameters stored in slices are gathered for each pass, so that none stays gathered in between", _gather_for_backward),
     Pass("noise", "the gradient noise scale is measured in the sums there are, where it is asked for", _noise),
     Pass(
         "experts",
