@@ -16,15 +16,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.kernel import Kernel, kernel
-from weft.plan.assignment.problem import Floats, Ints, Problem, summed
+from weft.plan.assignment.problem import Floats, Ints, Problem, offsets, summed
+
+Mask = NDArray[np.bool_]
 
 MOMENTUM = 0.7
 PATIENCE = 6  # steps without progress before the step length shrinks
 SHRINK = 0.7
-PROGRESS = 1e-5  # a smaller relative rise of the bound is none
+PROGRESS = 3e-3  # of what a step is to bring; a smaller rise of the bound is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,16 @@ class Dual:
     messages: Floats
     beliefs: Floats
     step: float = 0.3  # Polyak's factor, less as it converges
+
+    def within(self, r: Relaxation, allowed: Mask, step: float) -> Dual:
+        """What there is of it for the allowed strategies alone."""
+        return Dual(self.bound, self.prices, self.messages[allowed[r.subject]], self.beliefs[allowed], step)
+
+    def around(self, r: Relaxation, allowed: Mask, inner: Dual) -> Dual:
+        """With what became known of the allowed strategies put back; none of the others is believed in."""
+        messages, beliefs = self.messages.copy(), np.full(len(allowed), np.inf)
+        messages[allowed[r.subject]], beliefs[allowed] = inner.messages, inner.beliefs
+        return Dual(max(self.bound, inner.bound), inner.prices, messages, beliefs)
 
 
 class Relaxation:
@@ -74,6 +87,27 @@ class Relaxation:
         first = self.p.c_at[self.p.owner] - self.p.m_at[:-1]
         return np.repeat(first, self.p.k[self.p.owner]) + np.arange(len(self.p.m))
 
+    @cached_property
+    def subject(self) -> Ints:
+        """The strategy that each entry of the messages speaks of, counted through all nodes."""
+        ends = np.concatenate([self.p.tail, self.p.head])
+        at = offsets(self.p.k[ends])
+        return np.repeat(self.p.c_at[ends] - at[:-1], self.p.k[ends]) + np.arange(at[-1])
+
+    @cached_property
+    def pair(self) -> tuple[Ints, Ints]:
+        """The strategies of tail and head that each entry of w is for."""
+        p = self.p
+        edge = np.repeat(np.arange(p.edges), np.diff(p.w_at))
+        a, b = np.divmod(np.arange(len(p.w)) - p.w_at[edge], p.k[p.head][edge])
+        return p.c_at[p.tail[edge]] + a, p.c_at[p.head[edge]] + b
+
+    def within(self, allowed: Mask) -> Relaxation:
+        """The same problem with the allowed strategies alone, some of every node."""
+        p, (tail, head) = self.p, self.pair
+        k = np.add.reduceat(allowed, p.c_at[:-1], dtype=np.int64)
+        return Relaxation(replace(p, k=k, c=p.c[allowed], w=p.w[allowed[tail] & allowed[head]], m=p.m[allowed[self.strategy]]))
+
     def charge(self, prices: Floats) -> Floats:
         """What each strategy pays for what it uses."""
         running = np.concatenate([np.zeros(1), np.cumsum(prices)])
@@ -111,19 +145,27 @@ def ascend(r: Relaxation, dual: Dual, c: Floats, ceiling: float, steps: int, bud
         r.kernel.sweep(cost, messages, up=True)
         beliefs = r.kernel.sweep(cost, messages, up=False)
         bound = r.kernel.bound(cost, messages) - r.rent(prices)
-        stalled = 0 if bound > best.bound + PROGRESS * abs(bound) else stalled + 1
+        size = max(abs(bound), 1e-3 * r.typical)
+        gap = min(max(ceiling - bound, 1e-9 * size), size)
+        stalled = 0 if bound > best.bound + PROGRESS * step * gap else stalled + 1
         if bound > best.bound:
             best = Dual(bound, prices, messages.copy(), beliefs, step)
         if best.bound >= ceiling or not budget.spend(r.work):
             break
-        size = max(abs(bound), 1e-3 * r.typical)
-        gap = min(max(ceiling - bound, 1e-9 * size), size)
         over = r.usage(r.soften(beliefs, 0.3 * gap / r.p.nodes)) / scale - r.p.limit / scale
         velocity = _ahead(MOMENTUM * velocity + _ahead(over, prices), prices)
         if stalled > PATIENCE:
             step, stalled, prices, velocity = step * SHRINK, 0, best.prices, np.zeros(r.p.times)
         prices = np.maximum(prices + step * gap / max(float((velocity * velocity).sum()), 1e-12) * velocity / scale, 0.0)
     return replace(best, step=step)
+
+
+def hopeless(r: Relaxation, c: Floats, dual: Dual, ceiling: float) -> Mask:
+    """The strategies that no choice cheaper than the ceiling takes."""
+    cost, messages = c + r.charge(dual.prices), dual.messages.copy()
+    bound = r.kernel.bound(cost, messages) - r.rent(dual.prices)
+    beliefs = r.kernel.sweep(cost, messages, up=True)  # the bound only rises along the sweep, so it holds at every visit
+    return np.asarray(bound + beliefs - r.least(beliefs)[r.node] >= ceiling + 1e-9 * abs(ceiling))
 
 
 def _finite(p: Problem) -> tuple[Floats, Floats]:

@@ -1,8 +1,9 @@
 """Branch and bound on what nodes use.
 
-A box allows some strategies of each node. Its bound is L of bound.py with forbidden strategies priced out, reached from its
-parent's messages and prices in a few steps. The box of least bound is split in two where most money for memory is in doubt:
-for node v, with weights p_a that fall off with the distance of a from v's best under the prices lambda,
+A box allows some strategies of each node. Its bound is L of bound.py on these alone, reached from its parent's messages and prices
+in a few steps, or that of buckets.py where it is higher; strategies that then cannot be in a better choice go. The box of least bound
+is split in two where most money for memory is in doubt: for node v, with weights p_a that fall off with the distance of a from v's
+best under the prices lambda,
 
     min(p_low, p_high) * (mean charge of high - mean charge of low),     high = strategies that pay more than v's mean
 
@@ -19,14 +20,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan.assignment.bound import Dual, Relaxation, ascend
+from weft.plan.assignment.bound import Dual, Mask, Relaxation, ascend, hopeless
+from weft.plan.assignment.buckets import Elimination
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import TOLERANCE, Floats
 from weft.plan.assignment.search import Choice, better, decode, seeding, walk
 
-Mask = NDArray[np.bool_]
-
-STEPS = 60  # of ascent for each box
+STEPS = 30  # of ascent for each box, as often as it then shrinks
+WORTHWHILE = 0.9  # a box that keeps more of its strategies is not looked at again
 STEP = 0.05  # Polyak's factor to begin a box with
 POLISH = 1.0  # work spent to improve what a box decodes to, as a part of the work for its bound
 
@@ -81,20 +82,36 @@ class Tree:
         self.made += 1
         heapq.heappush(self.open, (box.dual.bound, self.made, box))
 
-    def _evaluate(self, allowed: Mask, parent: Dual, budget: Budget, seed: int) -> tuple[Box | None, Choice | None]:
-        r = self.r
-        if not starve(r, allowed):
-            return None, None
-        height = self.ceiling if np.isfinite(self.ceiling) else 4 * abs(parent.bound) + 1
-        c = np.where(allowed, r.c, r.c + 2 * height)
-        dual = ascend(r, replace(parent, step=STEP), c, self.ceiling, STEPS, budget)
-        dual = replace(dual, bound=max(dual.bound, parent.bound))
-        found = decode(r, dual, c) if dual.bound < self.ceiling else None
-        if found is not None:
-            work = POLISH * STEPS * r.work
-            found, _ = walk(r, r.charge(dual.prices), c, found.x, seeding(seed), 0.0, work)
-            budget.spend(work)
-        return Box(allowed, dual), found
+    def _evaluate(self, allowed: Mask, dual: Dual, budget: Budget, seed: int) -> tuple[Box | None, Choice | None]:
+        """A box made as small as is found without splitting it, and a choice in it; none if it holds nothing better than the best."""
+        r, before = self.r, np.inf
+        while allowed.sum() < WORTHWHILE * before:
+            before = float(allowed.sum())
+            if not starve(r, allowed):
+                return None, None
+            part = r.within(allowed)
+            budget.spend(2 * r.work)
+            inner = ascend(part, dual.within(r, allowed, STEP), part.c, self.ceiling, STEPS, budget)
+            dual = dual.around(r, allowed, inner)
+            if dual.bound >= self.ceiling:
+                return None, None
+            last, allowed = allowed, allowed.copy()
+            allowed[last] = ~hopeless(part, part.c, inner, self.ceiling)
+        done = Elimination(part, part.c, inner)
+        budget.spend(done.work)
+        dual = replace(dual, bound=max(dual.bound, done.bound))
+        return (Box(allowed, dual), self._inside(part, last, inner, done, budget, seed)) if dual.bound < self.ceiling else (None, None)
+
+    def _inside(self, part: Relaxation, allowed: Mask, dual: Dual, done: Elimination, budget: Budget, seed: int) -> Choice | None:
+        """A choice among the allowed strategies, read off what is known of them and improved."""
+        x = done.decode()
+        found = Choice(part.p.cost(x), x) if part.p.excess(x) == 0 else decode(part, dual, part.c)
+        if found is None:
+            return None
+        work = POLISH * STEPS * part.work
+        found, _ = walk(part, part.charge(dual.prices), part.c, found.x, seeding(seed), 0.0, work)
+        budget.spend(work)
+        return Choice(found.cost, np.flatnonzero(allowed)[part.p.c_at[:-1] + found.x] - self.r.p.c_at[:-1])
 
 
 def split(r: Relaxation, box: Box, ceiling: float) -> list[Mask]:

@@ -1,7 +1,7 @@
 """The anytime solver: shrink, bound, search, prove, in turns until the gap is closed or the budget spent.
 
     1. reduce       the steps of reduce.py, exact
-    2. ascend       messages and prices, with a solution decoded and improved every few steps
+    2. ascend       messages and prices, with a solution decoded and improved every few steps; then mini-buckets
     3. fix          drop a where L - min theta_v + theta_v[a] reaches the best cost known, and reduce again
     4. prove        HiGHS, while the core is small enough for it
     5. improve      annealing on trees and branch and bound, by turns
@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from weft.plan.assignment import exact
-from weft.plan.assignment.bound import Dual, Relaxation, ascend
+from weft.plan.assignment.bound import Dual, Relaxation, ascend, hopeless
 from weft.plan.assignment.branch import Tree
+from weft.plan.assignment.buckets import Elimination
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Ints, Problem
 from weft.plan.assignment.reduce import Reduced, reduce
@@ -27,7 +28,7 @@ from weft.plan.assignment.search import SLICE, Choice, anneal, better, decode, s
 
 CLOSED = 1e-9  # relative gap at which a solution counts as optimal
 LOOSE = 1e-4  # a gap that branch and bound reaches sooner than HiGHS, and within a limit of work
-EXACT_ENTRIES = 200_000  # edge table entries that HiGHS is trusted with
+EXACT_ENTRIES = 100_000  # edge table entries that HiGHS is trusted with
 WORK = 4e9  # of a solve that was given no limit
 
 
@@ -139,7 +140,19 @@ class _Solve:
             self.best, self.bound = better(self.best, found), max(self.bound, dual.bound)
             if self._closed() or self.budget.over or dual.bound - before < 1e-4 * abs(dual.bound):
                 break
-        return dual
+        return dual if self._closed() or self.budget.over else self._around_cycles(r, dual, seed)
+
+    def _around_cycles(self, r: Relaxation, dual: Dual, seed: Ints) -> Dual:
+        """Raise the bound by mini-buckets, and improve the choice read off them."""
+        done = Elimination(r, r.c, dual)
+        self.budget.spend(done.work)
+        x = done.decode()
+        if r.p.excess(x) == 0:
+            found, _ = walk(r, r.charge(dual.prices), r.c, x, seed, 0.0, SLICE)
+            self.budget.spend(SLICE)
+            self.best = better(self.best, found)
+        self.bound = max(self.bound, done.bound)
+        return replace(dual, bound=max(dual.bound, done.bound))
 
     def _inside(self, smaller: Reduced) -> None:
         """Solve what is left after fixing. If nothing is, the best known is optimal."""
@@ -182,10 +195,7 @@ def fix(r: Relaxation, dual: Dual, best: Choice | None) -> Reduced | None:
     """The problem without strategies that cannot be in a better choice, reduced; None if that takes too little away."""
     if best is None:
         return None
-    cost, messages = r.c + r.charge(dual.prices), dual.messages.copy()
-    bound = r.kernel.bound(cost, messages) - r.rent(dual.prices)
-    beliefs = r.kernel.sweep(cost, messages, up=True)  # the bound only rises along the sweep, so it holds at every visit
-    out = bound + beliefs - r.least(beliefs)[r.node] >= best.cost * (1 + 1e-9)
+    out = hopeless(r, r.c, dual, best.cost)
     if out.mean() < 0.1:
         return None
     p = r.p
