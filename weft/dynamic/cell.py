@@ -21,14 +21,6 @@ Step = Kernel | Node
 
 
 @dataclass
-class Copy:
-    """A result that is a view, an input or another result as well: copied to its buffer when its phase ends."""
-
-    node: Node
-    home: Home
-
-
-@dataclass
 class Cell:
     """A class ready to run."""
 
@@ -36,7 +28,7 @@ class Cell:
     phased: Phased
     stores: Stores
     steps: dict[str, list[Step]] = field(default_factory=dict)
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    copies: dict[str, list[tuple[Node, Home]]] = field(default_factory=dict)  # results that are views, inputs or other results, when a phase ends
 
     @cached_property
     def sized(self) -> set[Node]:
@@ -163,7 +155,7 @@ def _results(cell: Cell, outputs: Mapping[str, Home]) -> None:
         if node in cell.phased.phase and node not in homes and domain(node):
             homes[node] = home
         else:
-            cell.copies.setdefault(_ends(cell, node, kind), []).append(Copy(node, home))
+            cell.copies.setdefault(_ends(cell, node, kind), []).append((node, home))
 
 
 def _ends(cell: Cell, node: Node, kind: str) -> str:

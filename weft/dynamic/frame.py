@@ -62,7 +62,7 @@ class Frame:
         """The steps of a phase with their buffers."""
         steps = self._bound.get(phase)
         if steps is None:
-            copies = [self._copy(c.node, c.home) for c in self.cell.copies.get(phase, ())]
+            copies = [self._copy(*found) for found in self.cell.copies.get(phase, ())]
             steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
         return steps
 
@@ -78,15 +78,11 @@ class Frame:
             return self.fetch(node, self.span)
         if node not in self.local:
             args = self._args(node, self.total)
-            self.local[node] = self._over_rows(*args) if self._sums_rows(node, args) else run(node, args, self._sizes(node, self.span))
+            if self.in_parts and _is_matmul(node) and split_matmul.fits(args[0].t(), args[1]):
+                self.local[node] = split_matmul.over_rows(args[0].t(), args[1])
+            else:
+                self.local[node] = run(node, args, self._sizes(node, self.span))
         return self.local[node]
-
-    def _sums_rows(self, node: Node, args: tuple[Any, ...]) -> bool:
-        return self.in_parts and _is_matmul(node) and split_matmul.fits(args[0].t(), args[1])
-
-    @staticmethod
-    def _over_rows(x: Tensor, y: Tensor) -> Tensor:
-        return split_matmul.over_rows(x.t(), y)
 
     def forget_totals(self) -> None:
         self.local = {}

@@ -32,7 +32,7 @@ class Growing:
         self._kind: list[str] = []
         self._input: list[tuple[int, int]] = []  # (which block of input rows, row in it)
         self._blocks: list[Mapping[str, Tensor]] = []
-        self._home = np.empty((0, 2), np.int64)  # vertex -> (run, row) of its states
+        self._starts = [0]  # the first vertex of each run, and of the next
         self._states: list[dict[str, Tensor]] = []
         self._outputs: list[dict[str, Tensor]] = []
 
@@ -42,7 +42,7 @@ class Growing:
     @property
     def waiting(self) -> int:
         """Vertices added and not yet run."""
-        return len(self._kind) - len(self._home)
+        return len(self._kind) - self._starts[-1]
 
     def add(
         self, children: Iterable[Sequence[int]], inputs: Mapping[str, Tensor] | Tensor | None = None, *, kind: str = "vertex"
@@ -74,7 +74,7 @@ class Growing:
 
     def run(self) -> None:
         """Run all that was added since the last run, batched."""
-        fresh = range(len(self._home), len(self))
+        fresh = range(self._starts[-1], len(self))
         if not fresh:
             return
         before = sorted({c for v in fresh for c in self._children[v] if c < fresh[0]})
@@ -82,11 +82,10 @@ class Growing:
         at = np.arange(len(before), structure.vertices)
         results = self._runner(structure, inputs, at=at)
         results = results if isinstance(results, dict) else {self._only: results}
-        run, results = len(self._states), self._by_vertex(fresh, results)
+        results = self._by_vertex(fresh, results)
         self._states.append({n.removeprefix("state "): r for n, r in results.items() if n.startswith("state ")})
         self._outputs.append({n: r for n, r in results.items() if not n.startswith("state ")})
-        rows = np.stack([np.full(len(fresh), run), np.arange(len(fresh))], axis=1)
-        self._home = np.concatenate([self._home, rows])
+        self._starts.append(len(self))
 
     def state(self, name: str, vertices: Sequence[int]) -> Tensor:
         """What vertices that ran scattered under a name, one row each."""
@@ -97,14 +96,14 @@ class Growing:
         return self._pick([o.get(name) for o in self._outputs], vertices, name)
 
     def _pick(self, runs: Sequence[Tensor | None], vertices: Sequence[int], name: str) -> Tensor:
-        at = self._home[np.asarray(vertices, np.int64)] if len(self._home) else np.empty((0, 2), np.int64)
-        parts, order = list[Tensor](), list[Ints]()
-        for run in np.unique(at[:, 0]).tolist():
-            here = np.flatnonzero(at[:, 0] == run)
+        at = np.arange(self._starts[-1])[np.asarray(vertices, np.int64)]
+        parts, order, runs_of = list[Tensor](), list[Ints](), np.searchsorted(self._starts, at, side="right") - 1
+        for run in np.unique(runs_of).tolist():
+            here = np.flatnonzero(runs_of == run)
             values = runs[run]
             if values is None:
                 raise StructureError(f"vertex {vertices[here[0]]} gives no {name!r}", needed="a name its type gives", found=name)
-            parts.append(values[torch.from_numpy(at[here, 1]).to(values.device)])
+            parts.append(values[torch.from_numpy(at[here] - self._starts[run]).to(values.device)])
             order.append(here)
         whole = torch.cat(parts)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.node import Node
-from weft.dynamic.cell import Cell, collected, compile_cell, output_homes
+from weft.dynamic.cell import collected, compile_cell, output_homes
 from weft.dynamic.compiled import compile_kernels
 from weft.dynamic.engine import CellKey, Plan
-from weft.dynamic.frame import Compiled
 from weft.dynamic.kernel import Kernel
 from weft.dynamic.lower import Graph, lowered
 from weft.dynamic.simplify import clean, hoist, specialise
@@ -103,8 +102,8 @@ def compile_plan(
     graphs = {key: Graph(collected(lowered(clean(one)))) for key, one in made.items()}
     outputs = output_homes(graphs.values())
     cells = {key: compile_cell(one, sent, outputs, bool(target)) for key, one in graphs.items()}
-    kernels = _kernels(cells.values(), target)
-    return Plan(cells, variant.states, outputs, kernels, variant.weights, sent, variant.dtype, needs, in_parts)
+    kernels = [(step, cell.stores) for cell in cells.values() for steps in cell.steps.values() for step in steps if isinstance(step, Kernel)]
+    return Plan(cells, variant.states, outputs, compile_kernels(kernels, target), variant.weights, sent, variant.dtype, needs, in_parts)
 
 
 def _with_gradients(f: VertexProgram, grads: frozenset[str]) -> VertexProgram:
@@ -166,9 +165,3 @@ def _without_zeros(f: VertexProgram) -> VertexProgram:
     gone = {n for n in f.messages if f.program.output_names[n].op.name == "full"}
     keep = [(n, x) for n, x in f.program.outputs if n not in gone]
     return f.with_outputs(keep, "without zeros", messages={n: k for n, k in f.messages.items() if n not in gone}) if gone else f
-
-
-def _kernels(cells: Iterable[Cell], target: str) -> Compiled:
-    """Compile the kernels of all classes together."""
-    found = [(step, cell.stores) for cell in cells for steps in cell.steps.values() for step in steps if isinstance(step, Kernel)]
-    return compile_kernels(found, target)
