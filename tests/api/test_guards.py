@@ -589,6 +589,31 @@ def test_losses_that_like_layers_put_aside(kind: Any) -> None:
     same(nn.Sequential(Aside(bag), Aside(bag), Aside(bag)).double(), loss, batches(3))
 
 
+class Fixed(dict[str, Any]):
+    """A table of settings that refuses to be written into."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("fixed")
+
+    update = clear = pop = popitem = setdefault = __delitem__ = _refuse  # type: ignore[assignment]
+
+    def copy(self) -> Fixed:
+        return Fixed(self)
+
+
+def test_a_table_that_refuses_to_be_written_into_is_left_alone() -> None:
+    class Configured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Fixed(gain=2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.settings["gain"]
+
+    step = same(Configured().double(), mean, batches(2))
+    assert programs(step) == 1
+
+
 # -- constants that the first call keeps ---------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pickle
 import random
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
@@ -201,14 +201,11 @@ def same_contents(whole: Any, copy: Any) -> bool:
 
 
 def restore(whole: Any, copy: Any) -> None:
-    if isinstance(whole, list):
-        whole[:] = copy
-    elif isinstance(whole, (dict, set)):
-        whole.clear()
-        whole.update(copy)
-    elif isinstance(whole, deque):
-        whole.clear()
-        whole.extend(copy)
+    """Put back what lay in a container, also into one whose class refuses to be written into."""
+    kind: Any = next((kind for kind in (list, deque, OrderedDict, dict, set) if isinstance(whole, kind)), None)
+    if kind is not None:
+        kind.clear(whole)
+        kind.extend(whole, copy) if kind in (list, deque) else kind.update(whole, copy)
 
 
 def shown_contents(copy: Any) -> str:

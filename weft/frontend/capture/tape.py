@@ -33,7 +33,7 @@ from weft.frontend.capture.isomorphic import candidates
 from weft.frontend.capture.joint import custom_gradients, mirror_hooks
 from weft.frontend.capture.modes import listening_to_torch
 from weft.frontend.capture.numbers import OfModel, asking, of_model
-from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers, same_type
+from weft.frontend.capture.places import Change, Place, changed_attributes, new_buffers, restore, same_type
 from weft.frontend.capture.precision import autocast_on_cpu
 from weft.frontend.capture.recorder import Recorder
 from weft.frontend.capture.values import TAG
@@ -244,7 +244,8 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
             tape.left += changed_attributes(m, attributes, contents, words) + new_buffers(m, buffers, words)
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            _refill(contents)
+            for held, was in contents:
+                restore(held, was)
             if not isinstance(m, ScriptModule):
                 m._parameters.update(parameters)
                 m._buffers.update(buffers)
@@ -264,12 +265,6 @@ def _require_python(module: nn.Module) -> None:
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """What lies in the lists, sets and tables of a module: hooks among them, which transformers puts there when it is first called."""
     return [(x, x.copy()) for x in module.__dict__.values() if isinstance(x, (list, set, dict, deque))]
-
-
-def _refill(contents: list[tuple[Any, Any]]) -> None:
-    for held, before in contents:
-        held.clear()
-        held.extend(before) if isinstance(held, (list, deque)) else held.update(before)
 
 
 def _enter(
