@@ -68,7 +68,7 @@ def test_only_what_is_not_known_is_timed() -> None:
     heard: list[str] = []
     found = measure(
         {"plain": lambda: call("plain", 0.004), "a": lambda: call("a"), "b": lambda: call("b")},
-        "plain", rounds=3, known={"plain": 4.0, "a": 1.0}, heard=lambda name, ms: heard.append(name),
+        "plain", rounds=3, known={"plain": 4.0, "a": 1.0}, on_result=lambda name, ms: heard.append(name),
     )  # fmt: skip
     assert set(heard) <= {"plain", "b"}
     assert "a" not in calls

@@ -148,13 +148,13 @@ def _total(cts: list[Node], value: Type) -> Node | None:
         by_layout[ct.layout] = add(by_layout[ct.layout], ct) if ct.layout in by_layout else ct
     if len(by_layout) == 1:
         return next(iter(by_layout.values()))
-    whole = dual_layout(value)
+    full = dual_layout(value)
     for axis in value.mesh.axes:
         if all(isinstance(lay.placement(axis), P) for lay in by_layout):
-            whole = whole.hold(axis, P())
+            full = full.hold(axis, P())
     total: Node | None = None
     for ct in by_layout.values():
-        ct = reshard(ct, whole)
+        ct = reshard(ct, full)
         total = ct if total is None else add(total, ct)
     return total
 

@@ -145,10 +145,10 @@ def distribute(value: torch.Tensor, type_: Type, seed: int = 0, prime: int | Non
         for group in layout.mesh.groups(axis) if isinstance(place, P) else ():
             x = locals_[group[0]]
             if x is not None:
-                apart = tuple(c for a, c in places[group[0]].items() if layout.placement(a) != R)
-                if apart not in drawn:  # replicas hold the same terms
-                    drawn[apart] = _terms(x, len(group), place.op, gen, prime)
-                for r, term in zip(group, drawn[apart], strict=True):
+                coordinates = tuple(c for a, c in places[group[0]].items() if layout.placement(a) != R)
+                if coordinates not in drawn:  # replicas hold the same terms
+                    drawn[coordinates] = _terms(x, len(group), place.op, gen, prime)
+                for r, term in zip(group, drawn[coordinates], strict=True):
                     locals_[r] = term
     return locals_
 
@@ -185,7 +185,7 @@ def _noise(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
 def denote(locals_: list[Any], type_: Type, *, tolerance: float = 0.0, prime: int | None = None) -> torch.Tensor:
     """The global value the ranks hold together; replicas that differ by more than the tolerance are an error."""
     layout = type_.layout
-    mesh, held = layout.mesh, dict(layout.held)
+    mesh, placements = layout.mesh, dict(layout.held)
     values: dict[tuple[int, ...], Any] = {tuple(mesh.coords(r).values()): x for r, x in enumerate(locals_)}
     for i in range(len(mesh.axes) - 1, -1, -1):  # fold the held axes away, innermost first
         axis = mesh.axes[i]
@@ -194,7 +194,7 @@ def denote(locals_: list[Any], type_: Type, *, tolerance: float = 0.0, prime: in
         merged: dict[tuple[int, ...], Any] = {}
         for key in sorted({(*k[:i], 0, *k[i + 1 :]) for k in values}):
             group = [values[(*key[:i], j, *key[i + 1 :])] for j in range(mesh.sizes[axis])]
-            merged[key] = _fold(group, held.get(axis), tolerance, prime, axis)
+            merged[key] = _fold(group, placements.get(axis), tolerance, prime, axis)
         values = merged
     return _joined(values, layout)
 

@@ -164,14 +164,14 @@ def split_stages(
 ) -> Stages:
     """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are laid out as given;
     where the stages are split and what is recomputed is as `found`, or for balance and as the spec's words say."""
-    held, options = input_layouts(captured.program, spec, captured.states, pinned)
+    placements, options = input_layouts(captured.program, spec, captured.states, pinned)
     found = found or FoundStages()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
-    cuts = found.cuts if known else chosen_ends(captured, spec.virtual_stages)
+    ends = found.cuts if known else chosen_ends(captured, spec.virtual_stages)
     regions = regions_of(captured, spec.again) if found.recomputed is None else found.recomputed
-    stages = numbered(split(captured, spec.virtual_stages, cuts, regions), spec.pipeline.places(spec.pp, spec.chunks))
+    stages = numbered(split(captured, spec.virtual_stages, ends, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)
-    return Stages(stages, run, {**held, **(exact or {})}, options)
+    return Stages(stages, run, {**placements, **(exact or {})}, options)
 
 
 def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedPipeline:
@@ -261,13 +261,13 @@ def _fused_update(d: Draft) -> Draft:
     """Between hosts there is no such kernel: every sum is followed by its own update and gather while the next is under way. Nor is there under
     ZeRO-3, which is there to hold few gradients: each is summed and let go as it is made, where one kernel reads all at the end."""
     one = d.spec.most_zero in (1, 2) if is_accelerator(d.device) else native.available() and d.spec.most_zero < 3
-    near = d.spec.dp > 1 and hosts.share(d.spec.mesh.sizes, "dp")
-    return _with(d, lambda p: fused_update(p, "dp")) if one and near and not d.any_plan else d
+    on_one_host = d.spec.dp > 1 and hosts.share(d.spec.mesh.sizes, "dp")
+    return _with(d, lambda p: fused_update(p, "dp")) if one and on_one_host and not d.any_plan else d
 
 
 def _buckets(d: Draft) -> Draft:
-    near = d.spec.dp == 1 or hosts.share(d.spec.mesh.sizes, "dp")
-    return _with(d, lambda p: bucketed(p, "dp", BUCKET if near else message_bytes(d.device))) if d.spec.dp > 1 and not d.any_plan else d
+    on_one_host = d.spec.dp == 1 or hosts.share(d.spec.mesh.sizes, "dp")
+    return _with(d, lambda p: bucketed(p, "dp", BUCKET if on_one_host else message_bytes(d.device))) if d.spec.dp > 1 and not d.any_plan else d
 
 
 def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:

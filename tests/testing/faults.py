@@ -74,7 +74,7 @@ FAULTS = (
     Fault("softmax needs no whole dim", "each slice would sum to one",
           Facet("softmax", "equation", _uncut), Focus(ops=("softmax",), verbs=("shard", "sink", "hoist"), motifs=(), gradients=0)),
     Fault("concat needs no whole dim", "pieces of pieces",
-          Line("weft.ops.shape:_concat_equation", "whole=whole", "whole=frozenset()"), at_ops("concat", "slice")),
+          Line("weft.ops.shape:_concat_equation", "whole=full", "whole=frozenset()"), at_ops("concat", "slice")),
     Fault("cumsum needs no whole dim", "each slice would start from zero",
           Line("weft.ops.order:_same", "frozenset({labels[one_dim(attrs[\"dim\"], len(labels))]})", "frozenset()"),
           at_ops("cumsum", verbs=("shard", "sink"))),
@@ -139,10 +139,10 @@ FAULTS = (
           Line("weft.rewrite.communicate:sink_gather", "comm.all_reduce", "comm.all_gather"),
           test="schedule/test_coconet_holes.py::test_a_norm_brings_its_reduction"),
     Fault("state is cut though it is read whole", "its other readers would get a slice",
-          Line("weft.schedule.state:_the_slice", "if not uses or whole or len(set(uses)) != 1:", "if not uses:"),
+          Line("weft.schedule.state:_the_slice", "if not uses or full or len(set(uses)) != 1:", "if not uses:"),
           test="schedule/test_coconet_holes.py::test_state_read_whole_is_not_sharded"),
     Fault("state is cut though its next value is cut otherwise", "the next step would start from other slices",
-          Line("weft.schedule.state:_shard_one", " or out.args[0].type != cut.type:", ":"),
+          Line("weft.schedule.state:_shard_one", " or out.args[0].type != shard.type:", ":"),
           test="schedule/test_verbs.py::test_refusal[shard what is cut otherwise next]"),
     Fault("a kernel may be left and entered again", "it would wait for itself",
           Line("weft.schedule.groups:_check_closed", "if through is not None:", "if False:"), at_verbs("fuse")),
@@ -164,5 +164,5 @@ FAULTS = (
           at_verbs("fuse", "split", "sink", "delay")),
     # -- text ----------------------------------------------------------------------------------------------------------------------
     Fault("a constant of another dtype prints as a bare number", "it would be read back as one of the operand's",
-          Line("weft.core.text:_is_literal", "beside) == node.dtype", "beside) is not None"), at_ops("cross_entropy", "dropout")),
+          Line("weft.core.text:_is_literal", "others) == node.dtype", "others) is not None"), at_ops("cross_entropy", "dropout")),
 )  # fmt: skip

@@ -153,13 +153,13 @@ def agree(
     """The decision of rank 0, on every rank; if it finds none, its reason is raised on every rank."""
     if not dist.is_initialized():
         return decide(captured, here(1, device), request, others, lines, by_name)
-    told, failed = "", None
+    decision, failed = "", None
     if rank() == 0:
         try:
-            told = json.dumps(asdict(decide(captured, here(world(), device), request, others, lines, by_name)))
+            decision = json.dumps(asdict(decide(captured, here(world(), device), request, others, lines, by_name)))
         except Exception as e:  # the others wait to be told
-            told, failed = json.dumps({"error": str(e)}), e
-    data = json.loads(from_first(told, device=device if device.type != "cpu" else None))
+            decision, failed = json.dumps({"error": str(e)}), e
+    data = json.loads(from_first(decision, device=device if device.type != "cpu" else None))
     if "error" in data:
         raise failed or PlanError("rank 0 found no plan", found=data["error"])
     return Decision(**{**data, "options": tuple(Option(**o) for o in data["options"])})
@@ -296,8 +296,8 @@ class Pool:
     def _without_sp(self, named: Spec) -> str:
         """The same plan without sp, if it has nothing that sp would change: no sums along tp."""
         plain = str(replace(named, sp=False))
-        alike = named.sp and self.programs.get(plain, (named, None))[1] is not None and "tp" not in self.options[plain].causes
-        return plain if alike else ""
+        same_program = named.sp and self.programs.get(plain, (named, None))[1] is not None and "tp" not in self.options[plain].causes
+        return plain if same_program else ""
 
     def try_named(self, name: str, named: Spec, request: PlanRequest) -> None:
         plain = self._without_sp(named) if name == str(named) else ""

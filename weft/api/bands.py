@@ -21,11 +21,11 @@ def bands(program: Program, spans: Iterable[Span]) -> list[tuple[Task, float]]:
     phases, layers = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
     for unit, began, ended in spans:
         phase = _phase(unit, roles)
-        turned = bool(phases) and phase not in ("", phases[-1][0])
+        afresh_phase = bool(phases) and phase not in ("", phases[-1][0])
         _extend(phases, phase, began, ended)
         sends = isinstance(unit, Node) and unit.op.kind is Kind.COMM
         if phases and phases[-1][0] != "optimizer" and not sends:
-            _extend(layers, layer_of(module_of(unit, params)), began, ended, afresh=turned)
+            _extend(layers, layer_of(module_of(unit, params)), began, ended, afresh=afresh_phase)
     found = [(name, "phase", name, began, ended) for name, began, ended in _smoothed(phases)]
     found += [(name, "layer", "layer", began, ended) for name, began, ended in layers if name]
     return [(Task(name, stream, ended - began, (), cause), began) for name, stream, cause, began, ended in found]

@@ -83,9 +83,9 @@ def _spans_hosts(group: Any) -> bool:
 
 def _known(store: Store, kinds: Collection[str], group: Any, device: torch.device) -> dict[str, float]:
     """Milliseconds by number of groups: as the group's first rank remembers them, else as measured now."""
-    told: dict[str, float] = from_first(store.times, group)
-    if told.keys() >= {str(c) for c in COUNTS}:
-        return told
+    answer: dict[str, float] = from_first(store.times, group)
+    if answer.keys() >= {str(c) for c in COUNTS}:
+        return answer
     times = _measured(kinds, group, device)
     store.writes = dist.get_rank(group) == 0
     for name, ms in times.items():
@@ -115,7 +115,7 @@ def _burst(kinds: Collection[str], groups: list[Any], device: torch.device) -> C
     start: dict[str, Callable[[torch.Tensor, Any], comm.InFlight]] = {
         "all_reduce": lambda x, g: comm.all_reduce(x, g),
         "reduce_scatter": lambda x, g: comm.reduce_scatter(x, g, span=(1, count, 1), mine=count // n, shape=(count // n,)),
-        "all_gather": lambda x, g: comm.all_gather(x[: count // n], g, span=(1, count // n, 1), whole=count, shape=(count,)),
+        "all_gather": lambda x, g: comm.all_gather(x[: count // n], g, span=(1, count // n, 1), full=count, shape=(count,)),
     }
     message = torch.ones(count, device=device)
 

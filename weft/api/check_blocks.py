@@ -51,17 +51,17 @@ class BlockReport:
 
 def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> BlockReport:
     """Compare with torch block by block, on as many samples as can be afforded; a difference is refused."""
-    cut, parts, part = ModuleBlocks(captured, case), 1, example
-    while not cut.fits() and samples % (2 * parts) == 0:
+    blocks, parts, part = ModuleBlocks(captured, case), 1, example
+    while not blocks.fits() and samples % (2 * parts) == 0:
         parts *= 2
         part = micro_batch(example, 0, parts)
-        cut = ModuleBlocks(case.capture(part), case)
-    told = BlockReport(parts, len(cut.blocks), list(cut.left))
-    judge = Stand(cut, case, told, part)
+        blocks = ModuleBlocks(case.capture(part), case)
+    report = BlockReport(parts, len(blocks.blocks), list(blocks.left))
+    judge = Stand(blocks, case, report, part)
     judge.around(part)
     judge.rest()
-    told.kinds = sum(bool(outs) for outs in judge.answers.values())
-    return told
+    report.kinds = sum(bool(outs) for outs in judge.answers.values())
+    return report
 
 
 # -- torch ---------------------------------------------------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def by_blocks(captured: Captured, case: Case, example: Any, samples: int) -> Blo
 class Stand:
     """Runs the user's code with blocks that are answered for, and compares."""
 
-    def __init__(self, cut: ModuleBlocks, case: Case, told: BlockReport, example: Any) -> None:
-        self.cut, self.case, self.captured, self.told = cut, case, cut.captured, told
+    def __init__(self, blocks: ModuleBlocks, case: Case, report: BlockReport, example: Any) -> None:
+        self.cut, self.case, self.captured, self.told = blocks, case, blocks.captured, report
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
         self.answers: dict[Any, list[Tensor]] = {}  # of every kind
         self.calls: dict[int, list[ModuleBlock]] = {}  # by module, in order
-        for b in cut.blocks:
+        for b in blocks.blocks:
             self.calls.setdefault(id(b.module), []).append(b)
         self.count: dict[int, int] = {}
         self.seen: dict[Node, Tensor] = {}
@@ -212,14 +212,14 @@ class Stand:
         """Refuse a difference; where it may be due to results that stand for others it is reported."""
         limit = allowed(program)
         with unheard():
-            apart = compared(program, given, want, self.device, limit.tolerance, limit.digit)
-        worst = max(apart, key=lambda n: apart[n])
-        if apart[worst].allowed > 1:
+            deviations = compared(program, given, want, self.device, limit.tolerance, limit.digit)
+        worst = max(deviations, key=lambda n: deviations[n])
+        if deviations[worst].allowed > 1:
             if doubt:
                 self.told.left.append(f"{AROUND} was not compared: it reads what is inside of them")
                 return
-            raise refusal(self.case, f"{words(worst)} {apart[worst].words}")
-        self.told.apart |= {words(n): x for n, x in apart.items()}
+            raise refusal(self.case, f"{words(worst)} {deviations[worst].words}")
+        self.told.apart |= {words(n): x for n, x in deviations.items()}
 
     def _like(self, x: Tensor | Node) -> Tensor:
         return random_of(x.shape, x.dtype, self.device, self.random)

@@ -26,17 +26,17 @@ def has_values(t: torch.Tensor) -> bool:
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 
-def parts(captured: Captured, samples: int, device: torch.device, whole: int = 1) -> int:
+def parts(captured: Captured, samples: int, device: torch.device, full: int = 1) -> int:
     """The least power of two into as many parts as which the example must be split to be compared in time and memory; 0 where none will do.
 
-    A part keeps a multiple of `whole` samples.
+    A part keeps a multiple of `full` samples.
     """
     if not all(map(has_values, captured.parameters.values())):
         return 0
     count = 1
     while not fits(captured.program, device, count):
         count *= 2
-        if samples % (count * whole):
+        if samples % (count * full):
             return 0
     return count
 
@@ -72,8 +72,8 @@ def seconds(program: Program, device: torch.device) -> float:
 
 def memory(program: Program, count: int) -> float:
     """Bytes: parameters and state in two copies with gradients, and the most that is alive at once on a part of the example."""
-    held = sum(nbytes(n.type) for n in program.inputs if n.role is not Role.BATCH)
-    return 3.0 * held + 1.5 * alive(program) / count
+    stored = sum(nbytes(n.type) for n in program.inputs if n.role is not Role.BATCH)
+    return 3.0 * stored + 1.5 * alive(program) / count
 
 
 def alive(program: Program) -> int:
@@ -112,7 +112,7 @@ def free(device: torch.device) -> float:
         return float(getattr(torch, device.type).mem_get_info(device)[0])
     try:
         with open("/proc/meminfo") as f:
-            told = {line.split(":")[0]: line.split()[1] for line in f}
-        return 1024.0 * int(told["MemAvailable"])
+            fields = {line.split(":")[0]: line.split()[1] for line in f}
+        return 1024.0 * int(fields["MemAvailable"])
     except (OSError, KeyError, IndexError):
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2 if hasattr(os, "sysconf") else math.inf

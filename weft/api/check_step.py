@@ -47,8 +47,8 @@ class Verdict:
         if not self.compared:
             return f"not compared with torch: {'; '.join(self.left)}"
         where = self.tensor.removesuffix(", run by itself,")
-        told = f"{self.compared} tensors equal torch's on {self.samples}; largest difference {self.worst:.1e} in {where}; took {self.seconds:.1f} s"
-        return "; ".join([told, *self.left])
+        text = f"{self.compared} tensors equal torch's on {self.samples}; largest difference {self.worst:.1e} in {where}; took {self.seconds:.1f} s"
+        return "; ".join([text, *self.left])
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Case:
     def capture(self, example: Any) -> Captured:
         """The step on another example."""
         how = self.how
-        apart = {"accumulate": how.parts, "allow_micro_mean": True} if how.parts > 1 else {}
-        return capture(self.model, example, self.loss, self.optimizer, clip=how.clip, precision=how.precision, **apart)
+        deviations = {"accumulate": how.parts, "allow_micro_mean": True} if how.parts > 1 else {}
+        return capture(self.model, example, self.loss, self.optimizer, clip=how.clip, precision=how.precision, **deviations)
 
     def stepped(self, captured: Captured, pair: eager.Pair, batch: Any) -> dict[str, Tensor | None]:
         """What plain torch makes of the batch with the module and optimizer given, by the names of the program."""
@@ -132,19 +132,19 @@ def _fewer(samples: int, parts: int) -> str:
 
 def _by_blocks(captured: Captured, case: Case, example: Any, samples: int, start: float) -> Verdict:
     """Block by block, where the full step cannot be run; a warning says what was compared and what was not."""
-    whole = replace(case, how=replace(case.how, parts=1))
-    found = by_blocks(captured if case.how.parts == 1 else whole.capture(example), whole, example, samples)
-    apart = found.apart | {describe_tensor(n): x for n, x in case.updates(captured).items()}
-    worst = max(apart, key=lambda n: apart[n], default="")
-    if worst and apart[worst].allowed > 1:
-        raise refusal(case, f"{worst} {apart[worst].words}")
-    farthest = max(apart, key=lambda n: apart[n].relative, default="")
+    full = replace(case, how=replace(case.how, parts=1))
+    found = by_blocks(captured if case.how.parts == 1 else full.capture(example), full, example, samples)
+    deviations = found.apart | {describe_tensor(n): x for n, x in case.updates(captured).items()}
+    worst = max(deviations, key=lambda n: deviations[n], default="")
+    if worst and deviations[worst].allowed > 1:
+        raise refusal(case, f"{worst} {deviations[worst].words}")
+    farthest = max(deviations, key=lambda n: deviations[n].relative, default="")
     blocks = f"{found.kinds} of {found.blocks} modules, which the others repeat, on {_fewer(samples, found.parts)}"
     blocks = blocks if found.apart else "updates alone"
     clip = ("gradient clipping was not compared",) if case.how.clip else ()
     left = (f"module by module because {check_cost.reason(captured, case.device)}", *found.left, *clip)
-    by = apart[farthest].relative if farthest else 0.0
-    verdict = Verdict(len(apart), blocks, by, farthest, time.perf_counter() - start, left)
+    by = deviations[farthest].relative if farthest else 0.0
+    verdict = Verdict(len(deviations), blocks, by, farthest, time.perf_counter() - start, left)
     warnings.warn(f"{type(case.model).__name__} was compared with torch in parts: {verdict}", stacklevel=user_level())
     return verdict
 
@@ -161,14 +161,14 @@ def _check_samples(captured: Captured, case: Case, example: Any, samples: str, s
         want = sides.torch(whose)
         if want is None:
             continue
-        apart = sides.deviations(want)
-        if max(apart.values()).allowed > 1 and (again := sides.torch(whose, sides.allowed.digit)) is not None:
-            apart = sides.deviations(want, again)
-        name = max(apart, key=lambda n: apart[n])
-        if apart[name].allowed <= 1:
-            farthest = max(apart, key=lambda n: apart[n].relative)
-            return Verdict(len(apart), samples, apart[farthest].relative, farthest, time.perf_counter() - start)
-        first = first or (name, apart[name])
+        deviations = sides.deviations(want)
+        if max(deviations.values()).allowed > 1 and (again := sides.torch(whose, sides.allowed.digit)) is not None:
+            deviations = sides.deviations(want, again)
+        name = max(deviations, key=lambda n: deviations[n])
+        if deviations[name].allowed <= 1:
+            farthest = max(deviations, key=lambda n: deviations[n].relative)
+            return Verdict(len(deviations), samples, deviations[farthest].relative, farthest, time.perf_counter() - start)
+        first = first or (name, deviations[name])
     if first is None:
         raise CaptureError(
             f"torch itself cannot run this {case.word}", needed=f"a {case.word} that plain torch runs on the example", found=sides.trouble,

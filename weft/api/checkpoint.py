@@ -44,8 +44,8 @@ NAME = re.compile(r"step-(\d+)(\.\d+)?$")  # a second run in the folder adds a n
 
 def model_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """What a model is to a checkpoint: the names and shapes of its tensors."""
-    told = json.dumps({k: list(v) for k, v in sorted(shapes.items())})
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = json.dumps({k: list(v) for k, v in sorted(shapes.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _RUNS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the run that a step goes on with
@@ -239,8 +239,8 @@ class Store:
         self._damaged |= set(refused)
         newer = {n: why for n, why in refused.items() if _order(self.folder / n) < math.inf or _number(Path(n)) > self.step.steps}
         if newer and rank() == 0:
-            told = "; ".join(f"{n}: {why}" for n, why in newer.items())
-            print(f"weft: {name} is restored, the last good checkpoint in {self.folder} ({told})", file=sys.stderr)
+            text = "; ".join(f"{n}: {why}" for n, why in newer.items())
+            print(f"weft: {name} is restored, the last good checkpoint in {self.folder} ({text})", file=sys.stderr)
 
     # -- ranks -----------------------------------------------------------------------------------------------------------------
 
@@ -361,11 +361,11 @@ def _refusal(headline: str, refused: Mapping[str, str]) -> CheckpointError:
             found=OLD,
             try_="with weft 0.1: restore it, step.sync_model(), and keep model.state_dict(); load that into the model before parallelize",
         )
-    told = [f"{name}: {why}" for name, why in list(refused.items())[:4]]
+    text = [f"{name}: {why}" for name, why in list(refused.items())[:4]]
     return CheckpointError(
         headline,
         needed="one that was written to its end and not changed since",
-        found="; ".join(told) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
+        found="; ".join(text) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
         try_="bring the folder back from a copy, or give another one to start anew",
     )
 
@@ -379,12 +379,12 @@ def as_dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Any:
         return local
     from torch.distributed.tensor import DTensor
 
-    whole = torch.empty(layout.shape, device="meta")
+    full = torch.empty(layout.shape, device="meta")
     stage = tuple(a for a in layout.mesh.axes if a != "pp")
     mesh = device_mesh[stage] if len(stage) < len(layout.mesh.axes) else device_mesh
     bare = layout.release("pp") if "pp" in layout.mesh.axes else layout
     places = [p for a, p in zip(layout.mesh.axes, to_placements(bare), strict=True) if a in stage]
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _then(first: Future[Any], work: Callable[[], None]) -> Future[Any]:

@@ -83,7 +83,7 @@ class Inference:
         known = {**self._state, **own, **given}
         out = run({n: known[n] for n in run.program.input_names}, self._state)
         state = dict(run.program.state)
-        self._state |= {held: out[n] for n, held in state.items()}
+        self._state |= {stored: out[n] for n, stored in state.items()}
         return {n: x for n, x in out.items() if n not in state}
 
     def buffer(self, name: str) -> Tensor:
@@ -127,11 +127,11 @@ class Inference:
         program, mesh = captured.program, self.named.mesh
         layouts, options = input_layouts(program, self.named, {})
         layouts |= self._shard_with_caches(program, layouts)
-        written = {n: held for n, held in program.state if held not in self._held}
+        written = {n: stored for n, stored in program.state if stored not in self._held}
         if written:
             free = program.with_outputs(program.outputs, "", state=())
             first = place(free, mesh, layouts, options, outputs={n: {} for n in written})
-            found = {held: first.output_names[n].layout.placements for n, held in written.items()}
+            found = {stored: first.output_names[n].layout.placements for n, stored in written.items()}
             self._held |= {n: {a: p for a, p in places.items() if isinstance(p, S)} for n, places in found.items()}
         params = program.inputs_for(Role.PARAMETER)
         self._held = {**{n: p for n, p in layouts.items() if n in params}, **self._held}
@@ -143,10 +143,10 @@ class Inference:
         """Tensor parallelism that may also shard what the pass writes, so that a sharding of heads goes through their cache."""
         if self.named.tp == 1:
             return {}
-        held = {held for _, held in program.state}
-        may = {n: node for n, node in program.input_names.items() if node.role is Role.PARAMETER or n in held}
-        cuts = tensor_shards(program, program.outputs[0][1], may, self.named.tp)
-        return {n: {**layouts.get(n, {}), "tp": cut} for n, cut in cuts.items()}
+        stored = {stored for _, stored in program.state}
+        may = {n: node for n, node in program.input_names.items() if node.role is Role.PARAMETER or n in stored}
+        shards = tensor_shards(program, program.outputs[0][1], may, self.named.tp)
+        return {n: {**layouts.get(n, {}), "tp": shard} for n, shard in shards.items()}
 
 
 def _require_memory(known: list[tuple[Compiled, Captured]], batch: Any) -> None:

@@ -55,8 +55,8 @@ class Compiled:
         self.device_mesh = device_mesh or _device_mesh(program, self.device)
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
         self.coords = program.mesh.coords(self.rank)
-        held = {name: n for name, n in program.input_names.items() if n.layout.present(self.coords)}
-        self._expected = [(name, torch.Size(n.layout.local_shape(self.coords)), n.dtype) for name, n in held.items()]
+        inputs_here = {name: n for name, n in program.input_names.items() if n.layout.present(self.coords)}
+        self._expected = [(name, torch.Size(n.layout.local_shape(self.coords)), n.dtype) for name, n in inputs_here.items()]
         self._checked: dict[str, Any] = {}  # what came with the last call
         peers = _peers(program, self.groups, self.device)
         on = {a: _intra_host_group(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
@@ -81,9 +81,9 @@ class Compiled:
         if self._may_trace(inductor):
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
-            near = all(program.mesh.size(a) == 1 or isinstance(g, HostGroup) for a, g in on.items())  # a recording can have such collectives in it
+            on_one_host = all(program.mesh.size(a) == 1 or isinstance(g, HostGroup) for a, g in on.items())  # a recording can have such collectives in it
             stays = program.input_names if again else ()
-            self._step = Traced(*parts, program.state, self.device, record=near and (donate or again), stays=stays, asks=bool(self.code.calls))
+            self._step = Traced(*parts, program.state, self.device, record=on_one_host and (donate or again), stays=stays, asks=bool(self.code.calls))
         self._board = world_board() if together else None
         if donate and self.device.type == "cpu":
             memory.give_back() if gathers_parameters(program) else memory.keep()
@@ -92,7 +92,7 @@ class Compiled:
     def how(self) -> str:
         """How a call runs."""
         runs = self._step.how if isinstance(self._step, Traced) else "node by node"
-        return ", ".join([runs, *(f"messages along {axis} over {len(lanes.groups)} groups" for axis, lanes in self._lanes.items())])
+        return ", ".join([runs, *(f"messages along {axis} over {len(channels.groups)} groups" for axis, channels in self._lanes.items())])
 
     def _may_trace(self, asked: bool | None) -> bool:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
@@ -117,8 +117,8 @@ class Compiled:
 
     def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the step makes from nothing it makes on its own device."""
-        for lanes in self._lanes.values():
-            lanes.restart()
+        for channels in self._lanes.values():
+            channels.restart()
         if self.device.type == "cpu" or isinstance(self._step, Traced):
             return self._step(inputs)  # type: ignore[no-any-return]
         with torch.device(self.device):

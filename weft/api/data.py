@@ -105,13 +105,13 @@ class Brought:
         own = {n: tuple(x.shape) for n, x in batch.items()}
         if one_process():
             return own
-        told = self.together.answers([[n, list(s), _digest(batch[n])] for n, s in own.items()], "the shapes of a batch")
-        theirs = [{n: (tuple(shape), digest) for n, shape, digest in said} for said in told]
+        answers = self.together.answers([[n, list(s), _digest(batch[n])] for n, s in own.items()], "the shapes of a batch")
+        theirs = [{n: (tuple(shape), digest) for n, shape, digest in of_rank} for of_rank in answers]
         odd = [t for t in theirs if t.keys() != own.keys()]
         if odd:
             raise RuntimeFault("ranks were given other batches", needed=", ".join(own), found=", ".join(odd[0]))
-        alike = {n for n in own if all(t[n] == theirs[0][n] for t in theirs)}
-        self.parts = {n for n in own if n not in alike or (n in self.parts and n not in known and len(alike) < len(own))}
+        equal_names = {n for n in own if all(t[n] == theirs[0][n] for t in theirs)}
+        self.parts = {n for n in own if n not in equal_names or (n in self.parts and n not in known and len(equal_names) < len(own))}
         shapes = [{n: t[n][0] for n in own} for t in theirs]
         return {n: _joined(n, [s[n] for s in shapes], self._axes(n, shapes, types), types) if n in self.parts else s for n, s in own.items()}
 
@@ -120,8 +120,8 @@ class Brought:
         if name in types:
             return _shard_rows(name, types[name])
         rows = [s[name][:1] for s in shapes]
-        alike = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
-        return next((_shard_rows(n, types[n]) for n in alike), ())
+        equal_names = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
+        return next((_shard_rows(n, types[n]) for n in equal_names), ())
 
 
 @functools.cache
@@ -149,17 +149,17 @@ def _joined(name: str, parts: list[Shape], axes: tuple[str, ...], types: Mapping
             found=" and ".join(dict.fromkeys(str(list(p)) for p in parts)) + ", of other values",
             try_="load the data in the same order on every rank",
         )
-    whole = (_rows(parts, axes, mesh), *parts[0][1:])
-    layout = Layout.of(mesh, whole, {a: S(0) for a in axes})
+    full = (_rows(parts, axes, mesh), *parts[0][1:])
+    layout = Layout.of(mesh, full, {a: S(0) for a in axes})
     needed = [layout.local_shape(mesh.coords(r)) for r in range(mesh.ranks)]
     if needed != parts:
         raise RuntimeFault(
             f"batch {key!r} is sharded otherwise than the plan shards it",
-            needed=f"{', '.join(str(list(s)) for s in needed)} on the ranks, of {list(whole)}",
+            needed=f"{', '.join(str(list(s)) for s in needed)} on the ranks, of {list(full)}",
             found=", ".join(str(list(p)) for p in parts),
             try_="give every rank the full batch, or step.rows, which says which rows are a rank's",
         )
-    return whole
+    return full
 
 
 def _rows(shapes: list[Shape], axes: tuple[str, ...], mesh: Mesh) -> int:
@@ -168,12 +168,12 @@ def _rows(shapes: list[Shape], axes: tuple[str, ...], mesh: Mesh) -> int:
 
 
 def _shard_rows(name: str, type_: Type) -> tuple[str, ...]:
-    cuts: dict[str, Any] = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S)}
-    if any(p.dim or p.within is not None for p in cuts.values()):
+    shards: dict[str, Any] = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S)}
+    if any(p.dim or p.within is not None for p in shards.values()):
         raise RuntimeFault(
             f"batch {name.removeprefix('batch.')!r} has another shape than before",
             needed="full batches, or parts that are rows",
             found=f"parts sharded as {type_.layout}",
             try_="give every rank the full batch",
         )
-    return tuple(cuts)
+    return tuple(shards)

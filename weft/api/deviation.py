@@ -67,9 +67,9 @@ def compared(
     found = run(program, start, device)
     expected = {n: torch.zeros_like(found[n]) if want[n] is None else want[n] for n in found if n in want}
     before = {n: size(given[n]) for n in expected if n in given and given[n].is_floating_point()}  # an update that cancels it rounds in its digits
-    apart = {n: scaled(found[n], x, tolerance, least=before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
-    if all(x.allowed <= 1 for x in apart.values()):
-        return apart
+    difference = {n: scaled(found[n], x, tolerance, least=before.get(n, 0.0)) for n, x in expected.items()}  # type: ignore[arg-type]
+    if all(x.allowed <= 1 for x in difference.values()):
+        return difference
     again = run(program, {n: moved(x, digit, n) for n, x in start.items()}, device)
     rounding = {n: [distance(again[n], found[n]), *([distance(y, x)] if (y := torchs.get(n)) is not None else [])] for n, x in expected.items()}  # type: ignore[arg-type]
     most = {n: max(filter(math.isfinite, by), default=0.0) for n, by in rounding.items()}
@@ -90,8 +90,8 @@ def distance(a: Tensor, b: Tensor) -> float:
     by = size(a - b, 0.0)
     if math.isfinite(by):
         return by
-    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-    return float(apart.nan_to_num(math.inf, math.inf).max())
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(difference.nan_to_num(math.inf, math.inf).max())
 
 
 def size(x: Tensor, least: float = 1e-30) -> float:
@@ -108,9 +108,9 @@ def size(x: Tensor, least: float = 1e-30) -> float:
 
 def scaled(found: Tensor, want: Tensor, tolerance: float, rounding: float = 0.0, least: float = 0.0) -> Deviation:
     """How far, in parts of the largest value or of `least`, where as much is allowed besides as rounding does."""
-    by, whole = distance(found, want), max(size(want), least)
+    by, full = distance(found, want), max(size(want), least)
     slack = ROUNDING * rounding
-    return Deviation(by / (tolerance * whole + slack), max(by - slack, 0.0) / whole) if by else Deviation(0.0, 0.0)
+    return Deviation(by / (tolerance * full + slack), max(by - slack, 0.0) / full) if by else Deviation(0.0, 0.0)
 
 
 def moved(x: Tensor, digit: float = 0.0, name: str = "") -> Tensor:

@@ -168,9 +168,9 @@ class ModuleBlocks:
             return None  # it reads something that it is not given
         gives = {f"y.{i}": made[n] for i, n in enumerate(dict.fromkeys(call.returned))} | {readable(f"buffer.{k}"): made[n] for k, n in call.written}
         plain = tuple(None if isinstance(x, Node) else (type(x), x) for x in (*call.given, *call.results))
-        alike = shape_key(module, self._keys) or id(module)
+        shape = shape_key(module, self._keys) or id(module)
         moving = tuple(n in call.moving for n in (*given, *call.returned))
-        key = alike, call.spec, plain, tuple(gives.items()), moving, call.grad, call.cast
+        key = shape, call.spec, plain, tuple(gives.items()), moving, call.grad, call.cast
         return ModuleBlock(call, module, given, tensors, gives, {n for n, x in made.items() if n not in at and x is not n}, key)
 
 

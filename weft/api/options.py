@@ -124,7 +124,7 @@ class Options:
 
 def _instead(name: str, known: list[str]) -> list[str]:
     """An option of nearly this name, or the plan's word for it."""
-    return ['plan="dp2,zero1"'] if name in NUMBERS else [f"{near}=" for near in get_close_matches(name, known, n=2)]
+    return ['plan="dp2,zero1"'] if name in NUMBERS else [f"{close}=" for close in get_close_matches(name, known, n=2)]
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:
@@ -132,9 +132,9 @@ def device_for(model: nn.Module, device: str | torch.device | None) -> torch.dev
     accelerator where the process group has a backend for it."""
     if device is not None:
         return torch.device(device)
-    held = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
-    if held is not None or not dist.is_initialized():
-        return held or torch.device("cpu")
+    device_of = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
+    if device_of is not None or not dist.is_initialized():
+        return device_of or torch.device("cpu")
     return own_accelerator() or torch.device("cpu")
 
 

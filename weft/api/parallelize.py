@@ -149,7 +149,7 @@ class _StepRequest:
             return self._line()
         moment = Moment.now()
         captured = self.variants.observed(lambda reads: self._captured(self.example, self.asked.accumulate, reads=reads, given=self.variants.given))
-        judged = self._checked(captured, self.example, moment)
+        verdict = self._checked(captured, self.example, moment)
         draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.asked.guard else self.file
         decision = None
         if self.named is None:
@@ -162,7 +162,7 @@ class _StepRequest:
             step = self._line()
         else:
             step = self._one(draft, decision, self.example)
-            step.verified = judged
+            step.verified = verdict
             self.variants.adopt(step, self.retrace)
         step.decision = decision
         return step
@@ -183,8 +183,8 @@ class _StepRequest:
         return step
 
     def _captured(self, batch: Any, parts: int, **settings: Any) -> Captured:
-        apart = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
-        return capture(self.model, batch, self.loss, self.optimizer, **apart, **self.asked.how, **settings)
+        options_of_parts = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
+        return capture(self.model, batch, self.loss, self.optimizer, **options_of_parts, **self.asked.how, **settings)
 
     def _checked(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
         if not self.asked.check:

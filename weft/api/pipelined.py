@@ -92,10 +92,10 @@ def pipelined(
         with as_before(captured.reads):
             return _checked(micro, case, batch)
 
-    judged = look(example) if asked.check and known is None else None
+    verdict = look(example) if asked.check and known is None else None
     draft = passes.run(draft, after="micro-batch")
     step = PipelinedStep(replace(micro, captured=draft.step), draft, model, loss, optimizer, asked.seed)
-    step.captured, step.traced, step.moves, step.verified, step.how = captured, captured.program, draft.moves, judged, how
+    step.captured, step.traced, step.moves, step.verified, step.how = captured, captured.program, draft.moves, verdict, how
     step.unjudged, step.checked = look if asked.check and known is not None else None, asked.check
     if asked.check:
         step.report = step.verify()
@@ -113,28 +113,28 @@ def _fewer(plan: Spec, steps: Callable[[int], Micro], example: Any) -> Micro:
     except PlanError as e:
         if not plan.pipeline.may_take(plan.pp, 1):
             raise
-        whole = steps(1)
+        full = steps(1)
         if plan.pp > 1 and rank() == 0:
             warnings.warn(
                 f"{plan}: the full batch goes through the stages at once, which wait for each other ({e.message}: {e.found})", stacklevel=user_level()
             )
-        return whole
+        return full
 
 
 def micro_steps(
     model: nn.Module, example: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, mean: bool = False, **settings: Any
 ) -> Callable[[int], Micro]:
     """Gives the step of one of so many micro-batches, derived from the full batch's or, for the mean over them, captured by itself."""
-    whole = functools.cache(lambda: capture(model, example, loss, optimizer, **settings))
+    full = functools.cache(lambda: capture(model, example, loss, optimizer, **settings))
 
     def one(parts: int) -> Micro:
         if parts == 1:
-            return in_micro_batches(whole(), 1, {})
+            return in_micro_batches(full(), 1, {})
         samples, dims = batch_dims_of(example)
         require_parts(samples, parts)
         if mean:
             return _alone(model, example, parts, dims, loss, optimizer, settings)
-        return _derived(whole(), parts, dims, example)
+        return _derived(full(), parts, dims, example)
 
     return one
 
@@ -159,8 +159,8 @@ def _alone(
 def _checked(micro: Micro, case: Case, example: Any) -> Verdict | None:
     """The full batch's step against torch or, where micro-batches go by themselves, that of the first."""
     if micro.whole is not None:
-        whole = micro.whole
-        return seen_by_first(lambda: check_against_torch(whole, case, example))
+        full = micro.whole
+        return seen_by_first(lambda: check_against_torch(full, case, example))
     own = case.loss
     case, small = replace(case, loss=lambda m, b: own(m, b) / micro.parts), micro_batch(example, 0, micro.parts)
     return seen_by_first(lambda: check_against_torch(micro.captured, case, small))
@@ -223,8 +223,8 @@ class PipelinedStep(Step):
 
     def _before(self, first: Program) -> Compiled:
         """What is computed of the full batch before its micro-batches, by all ranks together."""
-        held = {n: t.layout.placements for n, t in self._batch_types.items() if n in first.input_names}
-        return Compiled(place(first, self.plan.mesh, held), self.compiled.device_mesh, self.compiled.device)
+        placements = {n: t.layout.placements for n, t in self._batch_types.items() if n in first.input_names}
+        return Compiled(place(first, self.plan.mesh, placements), self.compiled.device_mesh, self.compiled.device)
 
     def _spreader(self, stages: tuple[PlacedStage, ...]) -> Compiled | None:
         program = spread(self.line, stages, self.program)
@@ -265,8 +265,8 @@ class PipelinedStep(Step):
     def _micro_batches(self, given: Mapping[str, Tensor]) -> list[Values]:
         """The inputs of every micro-batch, of this rank's part of the batch."""
         k = self.micro.parts
-        cut = {n: x.chunk(k, self.micro.dims[n]) if n in self.micro.dims else [x] * k for n, x in given.items()}
-        return [{n: xs[j] for n, xs in cut.items()} for j in range(k)]
+        parts = {n: x.chunk(k, self.micro.dims[n]) if n in self.micro.dims else [x] * k for n, x in given.items()}
+        return [{n: xs[j] for n, xs in parts.items()} for j in range(k)]
 
     def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
         """All rows of every batch of a data set: a pipeline takes full batches."""
@@ -350,11 +350,11 @@ class _Evaluation:
             step.check_loss(self.captured, batch)
         self.reads.in_any_mode()
         plan, program = step.plan, self.captured.program
-        held, options = input_layouts(program, plan, {})
-        held |= {n: places for n, places in step.split.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
-        laid: dict[str, Any] = {}
+        placements, options = input_layouts(program, plan, {})
+        placements |= {n: places for n, places in step.split.held.items() if n in program.input_names and program.input_names[n].role is not Role.BATCH}
+        borders: dict[str, Any] = {}
         stages = split_like(self.captured, step.split.cut)
-        self.stages = tuple(sorted((place_stage(s, plan, held, options, laid) for s in stages), key=lambda s: s.number))
+        self.stages = tuple(sorted((place_stage(s, plan, placements, options, borders) for s in stages), key=lambda s: s.number))
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
         self.runner = Runner(self.stages, order, step.compiled, step.messages)
         self.spread = step._spreader(self.stages)

@@ -75,8 +75,8 @@ class Followed:
     def again(self, captured: Captured) -> Captured:
         """The step of one stage, with what is recomputed by its words or layer by layer; of a placed program by its words alone."""
         regions = self.found(captured).recomputed if self.program is None else None
-        way = "" if self.spec.recompute == MIXED else self.spec.again
-        return recomputed(captured, regions_of(captured, way) if regions is None else regions)
+        mode = "" if self.spec.recompute == MIXED else self.spec.again
+        return recomputed(captured, regions_of(captured, mode) if regions is None else regions)
 
     def input_layouts(self, captured: Captured, spec: Spec) -> dict[str, Placements]:
         """How inputs are laid out: parameters and optimizer state as in the plan, and of a batch what can be sharded as there."""
@@ -87,8 +87,8 @@ class Followed:
         shared = [n for n in own if n in theirs]
         odd = next((n for n in shared if theirs[n].ndim != own[n].ndim or not _divides(own[n].shape, theirs[n], spec)), None)
         if odd is not None:
-            held = ", ".join(f"{a}:{p}" for a, p in theirs[odd].layout.placements.items())
-            raise self._refused(f"{self.path} cannot be followed on this step", f"{odd} to be laid out as {held}", f"{list(own[odd].shape)}")
+            placement = ", ".join(f"{a}:{p}" for a, p in theirs[odd].layout.placements.items())
+            raise self._refused(f"{self.path} cannot be followed on this step", f"{odd} to be laid out as {placement}", f"{list(own[odd].shape)}")
         return {n: {a: p for a, p in theirs[n].layout.placements.items() if p != R} for n in shared}
 
     def _require_same_model(self, captured: Captured) -> None:
@@ -124,8 +124,8 @@ def _describe_nodes(nodes: Sequence[Node]) -> str:
 
 
 def _divides(shape: tuple[int, ...], node: Any, spec: Spec) -> bool:
-    sizes, cuts = spec.mesh.sizes, node.layout.placements
-    return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in cuts.items() if isinstance(p, S))
+    sizes, placements = spec.mesh.sizes, node.layout.placements
+    return all(shape[p.dim] % sizes.get(a, 1) == 0 for a, p in placements.items() if isinstance(p, S))
 
 
 def _is_same(single: Program, placed: Program) -> bool:

@@ -109,17 +109,17 @@ def _node(sizes: Sequence[Sizes], seen: Sequence[Node]) -> Rule:
 
 def _formula(sizes: Sequence[Sizes], seen: Sequence[float]) -> Rule:
     """c m + d, where m is made of powers of the sizes: all numbers follow from two of them."""
-    whole = isinstance(seen[0], int)
-    ys = [Fraction(y) if whole else y for y in seen]
+    full = isinstance(seen[0], int)
+    ys = [Fraction(y) if full else y for y in seen]
     for powers in sorted(itertools.product(POWERS, repeat=len(sizes[0])), key=lambda ps: sum(p != 1 for p in ps) - 2 * ps.count(0)):
         ms = [_monomial(at, powers) for at in sizes]
         k = next((k for k, m in enumerate(ms) if m != ms[0]), 0)
         if not k:
             continue
-        c = (ys[k] - ys[0]) / (ms[k] - ms[0]) if whole else Fraction(ys[0] / float(ms[0])).limit_denominator(10**6)
-        d = ys[0] - c * ms[0] if whole else Fraction(0)
-        if all((c * m + d if whole else float(c * m)) == y for m, y in zip(ms, ys, strict=True)):
-            return lambda at, c=c, d=d, powers=powers: _number(c * _monomial(at, powers) + d, whole)  # type: ignore[misc]
+        c = (ys[k] - ys[0]) / (ms[k] - ms[0]) if full else Fraction(ys[0] / float(ms[0])).limit_denominator(10**6)
+        d = ys[0] - c * ms[0] if full else Fraction(0)
+        if all((c * m + d if full else float(c * m)) == y for m, y in zip(ms, ys, strict=True)):
+            return lambda at, c=c, d=d, powers=powers: _number(c * _monomial(at, powers) + d, full)  # type: ignore[misc]
     raise Unexplained(f"the number {seen[0]}, then {seen[-1]}")
 
 
@@ -130,10 +130,10 @@ def _monomial(at: Sizes, powers: Sequence[int]) -> Fraction:
     return out
 
 
-def _number(x: Fraction, whole: bool) -> float:
-    if whole and x.denominator != 1:
+def _number(x: Fraction, full: bool) -> float:
+    if full and x.denominator != 1:
         raise Unexplained(f"{x} is not an integer")
-    return int(x) if whole else float(x)
+    return int(x) if full else float(x)
 
 
 # -- code ------------------------------------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ class Range:
         return [(min(of), max(of)) for of in zip(*self.sizes, strict=True)]
 
     def __str__(self) -> str:
-        said = {p: f"{lo} to {hi}" for places, (lo, hi) in zip(self.dims, self.bounds, strict=True) for p in places}
+        bounds_of = {p: f"{lo} to {hi}" for places, (lo, hi) in zip(self.dims, self.bounds, strict=True) for p in places}
         own = self.forms[0].shapes
-        return ", ".join(f"{n.removeprefix('batch.')} [{', '.join(said.get((n, d), str(x)) for d, x in enumerate(own[n]))}]" for n in own)
+        return ", ".join(f"{n.removeprefix('batch.')} [{', '.join(bounds_of.get((n, d), str(x)) for d, x in enumerate(own[n]))}]" for n in own)
 
     def has(self, shapes: Shapes) -> bool:
         """Whether it is for batches of such shapes."""
@@ -273,8 +273,8 @@ class Range:
             made = {key: at(sizes) for key, at in self.parts.items()}
         except Unexplained:
             return None
-        held, coords = made["_held_as"], made["compiled"].coords
-        state = {n: interp.take_local(x, held[n].layout, coords).to(made["compiled"].device) for n, x in captured.constants.items() if n in held}
+        types, coords = made["_held_as"], made["compiled"].coords
+        state = {n: interp.take_local(x, types[n].layout, coords).to(made["compiled"].device) for n, x in captured.constants.items() if n in types}
         own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "verified": None, "unjudged": None}
         return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)
 

@@ -32,13 +32,13 @@ def broadcast_initial_state(model: nn.Module, optimizer: torch.optim.Optimizer |
         return ""
     require_same("set-up", "\n".join([*(f"{k}={x}" for k, x in settings.items()), *_lines(model, optimizer, example)]))
     changed = [name for name, t in _tensors(model, optimizer) if not _takes_rank_0s(t, device)]
-    told = from_all((changed, uuid.uuid4().hex))
-    odd = {r: names for r, (names, _) in enumerate(told) if names}
+    answers = from_all((changed, uuid.uuid4().hex))
+    odd = {r: names for r, (names, _) in enumerate(answers) if names}
     if odd and dist.get_rank() == 0:
         first = next(iter(odd.values()))
         who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
         print(f"weft: {who} began with other values in {len(first)} tensors ({first[0]}, ...): all ranks begin with rank 0's", file=sys.stderr)
-    return str(told[0][1])
+    return str(answers[0][1])
 
 
 def _lines(model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any) -> Iterator[str]:
@@ -63,8 +63,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     yield from model.named_buffers()
     for group in optimizer.param_groups if optimizer is not None else ():
         for p in group["params"]:
-            held = optimizer.state.get(p, {})  # type: ignore[union-attr]
-            yield from ((f"the optimizer's {k}", held[k]) for k in sorted(held) if isinstance(held[k], Tensor))
+            state = optimizer.state.get(p, {})  # type: ignore[union-attr]
+            yield from ((f"the optimizer's {k}", state[k]) for k in sorted(state) if isinstance(state[k], Tensor))
 
 
 def _takes_rank_0s(t: Tensor, device: torch.device) -> bool:
@@ -101,14 +101,14 @@ class RankSync:
             store.wait(keys, timedelta(seconds=faults.timeout_s()))
         except (RuntimeError, dist.DistError):
             raise _waited_for([r for r, key in enumerate(keys) if not store.check([key])], about) from None
-        told = [json.loads(store.get(key)) for key in keys]
-        failed = [(r, words) for r, (what, words) in enumerate(told) if what == FAILED]
+        answers = [json.loads(store.get(key)) for key in keys]
+        failed = [(r, words) for r, (what, words) in enumerate(answers) if what == FAILED]
         if failed:
             rank, words = failed[0]
             raise RuntimeFault(f"rank {rank} could not go on: {words.splitlines()[0]}", needed=f"every rank to agree on {about}", found=words)
-        if any(what != about for what, _ in told):
-            raise _waited_for([r for r, (what, _) in enumerate(told) if what != about], about)
-        return [said for _, said in told]
+        if any(what != about for what, _ in answers):
+            raise _waited_for([r for r, (what, _) in enumerate(answers) if what != about], about)
+        return [answer for _, answer in answers]
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

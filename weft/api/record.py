@@ -146,11 +146,11 @@ class Recorder:
 
     def _seen(self) -> Seen:
         """The traced step: statements as tasks, and bytes at the times the same statements had in the step before."""
-        timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
+        timed, memory_trace = self._traces.pop(TIMED), self._traces.pop(HELD)
         line, causes = measured_line(self.step.program, timed, last_starts(self.step, timed))
         times = [*timed.began, timed.ended[-1]]
-        memory = [(t, float(b)) for t, b in zip(times, held.held, strict=True)]
-        return Seen(timed.ended[-1] * 1e3, max(held.held) / 1e9, causes, line, memory)
+        memory = [(t, float(b)) for t, b in zip(times, memory_trace.held, strict=True)]
+        return Seen(timed.ended[-1] * 1e3, max(memory_trace.held) / 1e9, causes, line, memory)
 
 
 def _cluster(step: Step, text: str) -> Cluster | None:

@@ -75,13 +75,13 @@ class PipelineRecorder(Recorder):
 
     def _seen(self) -> Seen:
         """The traced step of every stage; what one stage did is reported of the one predicted to be the busiest, or the fullest."""
-        timed, held = self._traces.pop(TIMED), self._traces.pop(HELD)
-        told = _from_every_stage(self.step, timed, held)  # type: ignore[arg-type]
+        timed, memory = self._traces.pop(TIMED), self._traces.pop(HELD)
+        records = _from_every_stage(self.step, timed, memory)  # type: ignore[arg-type]
         known = hasattr(self, "staged")
-        busy, full = (told[self.staged.busiest], told[self.staged.fullest]) if known else (told[0], told[0])
-        seconds = max(t.ended for t in told.values())
+        busy, full = (records[self.staged.busiest], records[self.staged.fullest]) if known else (records[0], records[0])
+        seconds = max(t.ended for t in records.values())
         causes = {**busy.causes, "bubble": max(0.0, seconds - sum(busy.causes.values()))}
-        tasks = [item for t in told.values() for item in t.tasks]
+        tasks = [item for t in records.values() for item in t.tasks]
         line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
         return Seen(seconds * 1e3, max(b for _, b in full.memory) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, full.memory)
 
@@ -187,20 +187,20 @@ class Watch:
         return time.perf_counter() - self.zero
 
     def _pass(self, g: int, action: Action, step: Compiled, given: Values) -> Values:
-        began, held = self._now(), list[int]()
-        out = self._counted(step, given, held) if self.memory else step(given)
-        self.passes.append(Passed(g, action, began, self._now(), held))
+        began, memory = self._now(), list[int]()
+        out = self._counted(step, given, memory) if self.memory else step(given)
+        self.passes.append(Passed(g, action, began, self._now(), memory))
         return out
 
-    def _counted(self, step: Compiled, given: Values, held: list[int]) -> Values:
+    def _counted(self, step: Compiled, given: Values, memory: list[int]) -> Values:
         plain = step._step
         step._step, trace = traced(plain, step.code.text, self.device, memory=True)
-        beside = live_bytes(self.step.runner.alive, self.device, without=given)
+        workspace = live_bytes(self.step.runner.alive, self.device, without=given)
         try:
             out = step(given)
         finally:
             step._step = plain
-        held += [b + beside for b in trace.held]
+        memory += [b + workspace for b in trace.held]
         return out
 
 
@@ -221,35 +221,35 @@ class StageRecord:
         return StageRecord(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
 
 
-def _from_every_stage(step: PipelinedStep, timed: Watch, held: Watch) -> dict[int, StageRecord]:
+def _from_every_stage(step: PipelinedStep, timed: Watch, memory: Watch) -> dict[int, StageRecord]:
     """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
     coords = step.compiled.coords
     rank = coords.get("pp", 0)
     starts = last_starts(step, timed.update, timed.updating) if timed.update is not None else {}
-    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, held, starts))
-    told: dict[int, StageRecord] = dict(part for part in from_all(own) if part is not None)
-    first = min(t.zero for t in told.values())
-    together = len({t.host for t in told.values()}) == 1
-    return {r: t.later(t.zero - first) if together else t for r, t in sorted(told.items())}
+    own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, memory, starts))
+    records: dict[int, StageRecord] = dict(part for part in from_all(own) if part is not None)
+    first = min(t.zero for t in records.values())
+    together = len({t.host for t in records.values()}) == 1
+    return {r: t.later(t.zero - first) if together else t for r, t in sorted(records.items())}
 
 
-def _stage_report(step: PipelinedStep, rank: int, timed: Watch, held: Watch, starts: Mapping[str, float]) -> StageRecord:
-    lane, several = f"stage {rank}", step.plan.chunks > 1
+def _stage_report(step: PipelinedStep, rank: int, timed: Watch, memory: Watch, starts: Mapping[str, float]) -> StageRecord:
+    row, several = f"stage {rank}", step.plan.chunks > 1
     made = StageRecord(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
-    for p, counted in zip(timed.passes, held.passes, strict=True):
+    for p, counted in zip(timed.passes, memory.passes, strict=True):
         kind, took = p.action.kind, p.ended - p.began
-        made.tasks.append((Task(pass_name(kind, p.action.micro, p.action.chunk, several), lane, took, (), kind), p.began))
+        made.tasks.append((Task(pass_name(kind, p.action.micro, p.action.chunk, several), row, took, (), kind), p.began))
         made.causes[kind] = made.causes.get(kind, 0.0) + took
         made.memory += _spread(counted.held, p.began, p.ended)
-    assert timed.update is not None and held.update is not None
-    for task, began in _update_tasks(measured_line(step.program, timed.update, starts)[0], lane):
+    assert timed.update is not None and memory.update is not None
+    for task, began in _update_tasks(measured_line(step.program, timed.update, starts)[0], row):
         made.tasks.append((task, timed.updating + began))
         made.causes[task.cause] = made.causes.get(task.cause, 0.0) + task.seconds
-    made.memory += _spread(held.update.held, timed.updating, timed.ended)
+    made.memory += _spread(memory.update.held, timed.updating, timed.ended)
     return made
 
 
-def _update_tasks(line: Timeline, lane: str) -> list[tuple[Task, float]]:
+def _update_tasks(line: Timeline, row: str) -> list[tuple[Task, float]]:
     """What the update computes, and apart from it what it waits for, neighbours of one cause as one."""
     found: list[tuple[Task, float]] = []
     for task, began in zip(line.tasks, line.start, strict=True):
@@ -260,10 +260,10 @@ def _update_tasks(line: Timeline, lane: str) -> list[tuple[Task, float]]:
             first, at = found[-1]
             found[-1] = replace(first, seconds=began + task.seconds - at), at
         else:
-            found.append((Task("update" if cause == "optimizer" else task.name, lane, task.seconds, (), cause), began))
+            found.append((Task("update" if cause == "optimizer" else task.name, row, task.seconds, (), cause), began))
     return found
 
 
-def _spread(held: list[int], began: float, ended: float) -> list[tuple[float, float]]:
+def _spread(memory: list[int], began: float, ended: float) -> list[tuple[float, float]]:
     """Bytes at the statements of a pass, evenly over the time it took."""
-    return [(began + (ended - began) * i / max(1, len(held) - 1), float(b)) for i, b in enumerate(held)]
+    return [(began + (ended - began) * i / max(1, len(memory) - 1), float(b)) for i, b in enumerate(memory)]

@@ -121,11 +121,11 @@ class Variants:
             return made
         with self.together.telling():
             first.undo()
-            words, settled = self._tried_twice(run)
-        told = self.together.answers([words, settled], "what the step changes in Python")
-        if not all(settled for _, settled in told):
+            words, stable = self._tried_twice(run)
+        answers = self.together.answers([words, stable], "what the step changes in Python")
+        if not all(stable for _, stable in answers):
             self.impure, self.given = True, self.given | {COUNT}
-            words = next(words for words, settled in told if not settled)
+            words = next(words for words, stable in answers if not stable)
             warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=user_level())
         last = self._reads(alone=self.impure)
         made = run(last)
@@ -149,16 +149,16 @@ class Variants:
                 raise _keeps(before.keeps_tensors[0], error) from error
             raise
         more = [c for c in after.left if not holds_traced(c.now)]
-        settled = self._same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
+        stable = self._same(_captured(made), _captured(again)) and not (more or after.drew or before.drew)
         after.undo()
-        before.forget_tensors() if settled else before.undo()
-        return before.left[0].words if before.left else "random numbers drawn in Python", settled
+        before.forget_tensors() if stable else before.undo()
+        return before.left[0].words if before.left else "random numbers drawn in Python", stable
 
     def _same(self, a: Captured, b: Captured) -> bool:
         """Whether two traces mean one program, the second perhaps with buffers that hold constants the first has made."""
         own = {n: self.own[original(name)] for name, n in b.program.input_names.items() if original(name) in self.own}
-        held = {n: made for n, tensor in own.items() if (made := self.constants.node(tensor)) is not None}
-        outputs = remade((n for _, n in b.program.outputs), held) if held else {}
+        types = {n: made for n, tensor in own.items() if (made := self.constants.node(tensor)) is not None}
+        outputs = remade((n for _, n in b.program.outputs), types) if types else {}
         return a.program.outputs == tuple((name, outputs.get(n, n)) for name, n in b.program.outputs)
 
     def _steady(self, captured: Captured) -> dict[str, Tensor]:
@@ -286,8 +286,8 @@ class Variants:
     def _known(self, captured: Captured, example: Any) -> Form | None:
         """The form that runs this program, for batches like the example, if there is one."""
         shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
-        alike = (f for f in self.kept if self._may_be(f) and f.program.outputs == captured.program.outputs)
-        return next((f for f in alike if f.fits(shapes)), None)
+        same = (f for f in self.kept if self._may_be(f) and f.program.outputs == captured.program.outputs)
+        return next((f for f in same if f.fits(shapes)), None)
 
     def _lifted(self, step: Step, batch: Any, example: Any, want: Any, numbers: list[Change], dtype: torch.dtype) -> tuple[Reads, Form] | None:
         """The program with these numbers as inputs; None where it cannot be shown to be the same."""
@@ -351,8 +351,8 @@ class Variants:
         if reached:
             form.unjudged = None
         if form.unjudged is not None:  # on the batch if it is a full one, else on values like it
-            whole = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
-            form.attributes["verified"] = form.unjudged(batch if whole else self._example_of(batch, shapes))
+            full = all(tuple(x.shape) == shapes.get(n) for n, x in named_batch(batch).items())
+            form.attributes["verified"] = form.unjudged(batch if full else self._example_of(batch, shapes))
             form.unjudged = None
         self._keep(form, shapes)
         step.become(form.attributes)
@@ -372,9 +372,9 @@ class Variants:
 
     def _keep(self, form: Form, shapes: dict[str, Shape]) -> None:
         """As the last that was used. Of batches that always measure otherwise the oldest program goes; of those that do not, there may be so many."""
-        alike = [f for f in self.kept if f.ranged == form.ranged]
-        if form not in self.kept and len(alike) >= (MANY if form.ranged else MOST):
-            others = [f for f in alike if not f.fits(shapes) or f.reads.asked]
+        same = [f for f in self.kept if f.ranged == form.ranged]
+        if form not in self.kept and len(same) >= (MANY if form.ranged else MOST):
+            others = [f for f in same if not f.fits(shapes) or f.reads.asked]
             self._require_memory(others)
             self.kept.remove(others[0])
         self.kept = [*(f for f in self.kept if f is not form), form]
@@ -531,8 +531,8 @@ class Variants:
         stays = form is not None and form.attributes["compiled"] is step.compiled
         if one_process() or (stays and not self.impure):
             return
-        told = self.together.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
-        odd = [r for r, digest in enumerate(told) if digest != told[dist.get_rank()]]
+        answers = self.together.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
+        odd = [r for r, digest in enumerate(answers) if digest != answers[dist.get_rank()]]
         if odd:
             raise RuntimeFault(
                 f"ranks disagree about what the step is: rank {dist.get_rank()} and rank {', '.join(map(str, odd))}",
@@ -553,9 +553,9 @@ def _describe_shapes(shapes: Mapping[str, Shape], step: Step) -> str:
 def _take_constants(form: Form, captured: Captured) -> None:
     """Let a program run on the constants of a later trace, where numbers of Python's made others."""
     own = form.attributes
-    held, compiled = own["_held_as"], own["compiled"]
-    moved = {n: x for n, x in captured.constants.items() if n in held and held[n].layout.present(compiled.coords) and not x.is_meta}
-    local = {n: interp.take_local(x, held[n].layout, compiled.coords).to(compiled.device).clone() for n, x in moved.items()}
+    types, compiled = own["_held_as"], own["compiled"]
+    moved = {n: x for n, x in captured.constants.items() if n in types and types[n].layout.present(compiled.coords) and not x.is_meta}
+    local = {n: interp.take_local(x, types[n].layout, compiled.coords).to(compiled.device).clone() for n, x in moved.items()}
     own["_state"] = {**own["_state"], **local}
     own["captured"] = replace(own["captured"], constants={**own["captured"].constants, **moved})
 

@@ -47,26 +47,26 @@ def verified(single: Program, sharded: Program, known: Callable[[], Mapping[str,
 
 def seen_by_first(look: Callable[[], Any]) -> Any:
     """What rank 0 finds by looking, None on the others; what it raises, every rank raises."""
-    found, error, told = None, None, None
+    found, error, failure = None, None, None
     if rank() == 0:
         try:
             with memory.given_back():
                 found = look()
         except Exception as e:
-            error, told = e, (type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))
-    told = from_first(told)
+            error, failure = e, (type(e) if isinstance(e, WeftError) else RuntimeFault, str(e))
+    failure = from_first(failure)
     if error is not None:
         raise error
-    if told is not None:
-        kind, words = told
+    if failure is not None:
+        kind, words = failure
         raise kind(words)
     return found
 
 
 def _as_updated(single: Program, sharded: Program) -> Program:
     """The captured program, its updates in simpler ops where the other's are."""
-    whole = {updated(n) for n in sharded.nodes if is_update(n)}
-    return unfold_updates(single, [n for n in single.nodes if is_update(n) and updated(n) in whole])
+    full = {updated(n) for n in sharded.nodes if is_update(n)}
+    return unfold_updates(single, [n for n in single.nodes if is_update(n) and updated(n) in full])
 
 
 def _with_inputs(single: Program, sharded: Program) -> Program:

@@ -404,13 +404,13 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, the module has no hooks of its own; those of its parts stay."""
-    held = [(table, dict(table)) for table in map(module.__dict__.__getitem__, TABLES)]
-    for table, _ in held:
+    stored = [(table, dict(table)) for table in map(module.__dict__.__getitem__, TABLES)]
+    for table, _ in stored:
         table.clear()
     try:
         yield
     finally:
-        for table, hooks in held:
+        for table, hooks in stored:
             table.clear()
             table.update(hooks)
 
@@ -427,13 +427,13 @@ class _ShardedFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inputs = {**given, **dict(zip(names, params, strict=True))}
         own = {**inputs, **{readable(f"buffer.{n}"): b for n, b in sharded.model.named_buffers()}}
-        written = {held: _local(own[held]) for _, held in passes.captured.program.state}
+        written = {stored: _local(own[stored]) for _, stored in passes.captured.program.state}
         before = {n: _local(x).clone() if n in written else x for n, x in inputs.items()}
         outs, kept = _run_forward(sharded, passes, before, written)
         read = sharded.compiled(passes.backward).program.input_names if passes.backward is not None else {}
-        held = {n: x for n, x in {**before, **kept}.items() if n in read}
-        ctx.held = tuple(held)
-        ctx.save_for_backward(*held.values())
+        stored = {n: x for n, x in {**before, **kept}.items() if n in read}
+        ctx.held = tuple(stored)
+        ctx.save_for_backward(*stored.values())
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return outs
 
@@ -462,8 +462,8 @@ def _run_forward(
     run = sharded.compiled(passes.forward)
     with torch.no_grad():
         out = run({n: _local(inputs[n]) for n in run.program.input_names})
-        for name, held in passes.captured.program.state:
-            written[held].copy_(out[name])
+        for name, stored in passes.captured.program.state:
+            written[stored].copy_(out[name])
     results = tuple(as_dtensor(out[n], run.program.output_names[n].layout, run.device_mesh) for n in passes.outs)
     return results, {n: x for n, x in out.items() if n.startswith("kept.")}
 

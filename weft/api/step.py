@@ -115,8 +115,8 @@ class Step(StepState):
         return out
 
     def _local(self, name: str, value: Tensor) -> Tensor:
-        held = self._held_as[name]
-        return interp.take_local(value, held.layout, self.compiled.coords).to(self.compiled.device)
+        types = self._held_as[name]
+        return interp.take_local(value, types.layout, self.compiled.coords).to(self.compiled.device)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
@@ -186,10 +186,10 @@ class Step(StepState):
             captured = capture(self.model, batch, self.loss, reads=reads)
             reads.undo()
             self.check_loss(captured, batch)
-        held = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
-        held |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
-        held = {n: {a: p for a, p in places.items() if p != R} for n, places in held.items()}
-        run = Compiled(place(captured.program, self.program.mesh, held), device=self.compiled.device)
+        types = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
+        types |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
+        types = {n: {a: p for a, p in places.items() if p != R} for n, places in types.items()}
+        run = Compiled(place(captured.program, self.program.mesh, types), device=self.compiled.device)
         reads.in_any_mode()
         if not (reads.left or reads.drew):
             self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
@@ -416,8 +416,8 @@ class Step(StepState):
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
         """The captured step of the full batch by the interpreter, from changed inputs."""
-        values, whole = self._inputs(batch, change), cast(Captured, self._full_step).program
-        return interp.run_global(whole, {n: values[n] for n in whole.input_names})
+        values, full = self._inputs(batch, change), cast(Captured, self._full_step).program
+        return interp.run_global(full, {n: values[n] for n in full.input_names})
 
     def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""
@@ -440,17 +440,17 @@ class Step(StepState):
         much is allowed: it is learnt by running one device `again` from inputs moved in their last digit.
         """
         floats = {n: x for n, x in found.items() if x.is_floating_point()}
-        apart = {n: float((x - want[n]).abs().max()) if x.numel() else 0.0 for n, x in floats.items()}
+        differences = {n: float((x - want[n]).abs().max()) if x.numel() else 0.0 for n, x in floats.items()}
         size = {n: float(want[n].abs().max().clamp(min=1e-12)) if x.numel() else 1.0 for n, x in floats.items()}
-        if again is not None and not all(apart[n] <= tolerance * size[n] for n in apart):
+        if again is not None and not all(differences[n] <= tolerance * size[n] for n in differences):
             moved = again()
-            apart = {n: max(d - 8 * float((moved[n] - want[n]).abs().max()), 0.0) if d == d else d for n, d in apart.items()}
-        worst = max(apart, key=lambda n: (apart[n] != apart[n], apart[n] / size[n]))
-        if not apart[worst] <= tolerance * size[worst]:
+            differences = {n: max(d - 8 * float((moved[n] - want[n]).abs().max()), 0.0) if d == d else d for n, d in differences.items()}
+        worst = max(differences, key=lambda n: (differences[n] != differences[n], differences[n] / size[n]))
+        if not differences[worst] <= tolerance * size[worst]:
             raise RuntimeFault(
                 f"the step under {self.plan} does not equal one device",
                 needed=f"a relative difference up to {tolerance:g} beyond what rounding does to one device",
-                found=f"{apart[worst] / size[worst]:.3g} in {worst}",
+                found=f"{differences[worst] / size[worst]:.3g} in {worst}",
                 try_=f"step.check(batch, tolerance=...) if that is small for {str(floats[worst].dtype).removeprefix('torch.')}; else report it",
             )
-        return apart[worst] / size[worst]
+        return differences[worst] / size[worst]

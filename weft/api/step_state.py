@@ -94,12 +94,12 @@ class StepState:
                 found=f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} written after step {self.steps}",
                 try_=("step.sync_model(), then write, then step(batch)", "step.load_state_dict(...), which writes into the step itself"),
             )
-        told = self.forms.together.answers(digest(written), "what was written into the module") if self.forms is not None else []
-        if len(set(told)) > 1:
+        answers = self.forms.together.answers(digest(written), "what was written into the module") if self.forms is not None else []
+        if len(set(answers)) > 1:
             raise RuntimeFault(
                 "ranks have written other values into the module",
                 needed="the same values on every rank",
-                found=f"rank {next(r for r, said in enumerate(told) if said != told[0])} has others than rank 0",
+                found=f"rank {next(r for r, answer in enumerate(answers) if answer != answers[0])} has others than rank 0",
                 try_="load the same file on every rank",
             )
         for name in [n for n in written if n in self._state]:
@@ -165,21 +165,21 @@ class StepState:
 
     def become(self, form: dict[str, Any]) -> None:
         """Run another program from here on; state goes over as it is, or is laid out anew where that program holds it otherwise."""
-        state, held = form["_state"], form["_held_as"]
+        state, types = form["_state"], form["_held_as"]
         fixed = {**self.captured.constants, **form["captured"].constants}
         known = {n: x for n, x in self._state.items() if n not in fixed}
-        for name, type_ in held.items():
+        for name, type_ in types.items():
             before = self._held_as.get(name)
             if before is None or name in fixed:
                 known |= {name: state[name]} if name in state else {}
             elif before.layout != type_.layout:
-                whole = gathered(before, known.pop(name, None), self.compiled)
+                full = gathered(before, known.pop(name, None), self.compiled)
                 present = type_.layout.present(form["compiled"].coords)
-                known |= {name: interp.take_local(whole, type_.layout, form["compiled"].coords).clone()} if present else {}
+                known |= {name: interp.take_local(full, type_.layout, form["compiled"].coords).clone()} if present else {}
         form["_state"] = {n: x for n, x in state.items() if n in fixed}
-        held = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **held}
+        types = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **types}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
-        self._state, self._held_as = known, held
+        self._state, self._held_as = known, types
         if self._probe is not None:
             self._probe.noise = self.noise
 

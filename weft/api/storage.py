@@ -78,8 +78,8 @@ class Boxes(Tensor):
         made = Tensor._make_subclass(Boxes, torch.empty(0, dtype=local.dtype))
         made.complete, made.parts = torch.Size(layout.shape), {}
         for runs in itertools.product(*(_runs(layout.positions(d, coords).tolist()) for d in range(layout.rank))):
-            held = local.detach()[tuple(slice(at, at + size) for _, at, size in runs)]
-            made.parts[torch.Size(start for start, _, _ in runs)] = held
+            part = local.detach()[tuple(slice(at, at + size) for _, at, size in runs)]
+            made.parts[torch.Size(start for start, _, _ in runs)] = part
         return made
 
     def size(self, dim: int | None = None) -> Any:
@@ -188,13 +188,13 @@ def _write(path: Path, items: Iterable[Any], planner: Any) -> list[WriteResult]:
 
 
 def _header(chunks: Iterable[tuple[Any, Any]], ends: list[int], sizes: list[int]) -> bytes:
-    told = {
+    entry = {
         _box(item.index.fqn, item.tensor_data.size, chunk): {
             "dtype": NAMES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [end - nbytes, end],
         }
         for (item, chunk), nbytes, end in zip(chunks, sizes, ends, strict=True)
     }  # fmt: skip
-    text = json.dumps(told).encode()
+    text = json.dumps(entry).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -239,13 +239,13 @@ def read_index(folder: Path, wanted: str) -> Index:
     with (folder / INDEX).open("rb") as f:
         if hashlib.file_digest(f, "sha256").hexdigest() != wanted:
             raise ValueError(f"{INDEX} was changed")
-    return {name: _saved(told) for name, told in read_json(folder / INDEX, INDEX_BYTES).items()}
+    return {name: _saved(entry) for name, entry in read_json(folder / INDEX, INDEX_BYTES).items()}
 
 
-def _saved(told: Any) -> Saved:
+def _saved(entry: Any) -> Saved:
     try:
-        parts = tuple(StoredPart(p["file"], p["at"], p["nbytes"], tuple(p["start"]), tuple(p["sizes"]), p["crc"]) for p in told["parts"])
-        saved = Saved(DTYPES[told["dtype"]], tuple(told["shape"]), parts)
+        parts = tuple(StoredPart(p["file"], p["at"], p["nbytes"], tuple(p["start"]), tuple(p["sizes"]), p["crc"]) for p in entry["parts"])
+        saved = Saved(DTYPES[entry["dtype"]], tuple(entry["shape"]), parts)
         fits = all(_fits(p, saved) for p in parts) and sum(math.prod(p.sizes) for p in parts) == math.prod(saved.shape)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{INDEX} is not an index ({error})") from None
@@ -254,10 +254,10 @@ def _saved(told: Any) -> Saved:
     return saved
 
 
-def _fits(part: StoredPart, whole: Saved) -> bool:
+def _fits(part: StoredPart, full: Saved) -> bool:
     """Inside the tensor, as many bytes as that is, in a file of this folder."""
-    inside = all(0 <= a <= a + n <= size for a, n, size in zip(part.start, part.sizes, whole.shape, strict=True))
-    return inside and part.nbytes == math.prod(part.sizes) * whole.dtype.itemsize and part.at >= 0 and Path(part.file).name == part.file
+    inside = all(0 <= a <= a + n <= size for a, n, size in zip(part.start, part.sizes, full.shape, strict=True))
+    return inside and part.nbytes == math.prod(part.sizes) * full.dtype.itemsize and part.at >= 0 and Path(part.file).name == part.file
 
 
 def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:

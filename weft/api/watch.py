@@ -53,8 +53,8 @@ def place_of(frame: FrameType | None) -> Place:
             return Place(name[6:-1], line)
         home = str(frame.f_globals.get("__name__", ""))
         if waits is None and home in faults.WAITS:
-            told = ", ".join(f"{k} {frame.f_locals[k]}" for k in ("source", "key", "to", "what") if k in frame.f_locals)
-            waits = Place(faults.WAITS[home], f"{frame.f_code.co_name}: {told}" if told else frame.f_code.co_name)
+            places = ", ".join(f"{k} {frame.f_locals[k]}" for k in ("source", "key", "to", "what") if k in frame.f_locals)
+            waits = Place(faults.WAITS[home], f"{frame.f_code.co_name}: {places}" if places else frame.f_code.co_name)
         if not user and not home.startswith(("weft.", "torch.", "threading")):
             user = f"{os.path.basename(name)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
@@ -136,8 +136,8 @@ class Watchdog:
         keys = [f"{ALARM}.{r}" for r in range(self.world)]
         while time.monotonic() < end and not self.store.check(keys):
             time.sleep(self.pause / 10)
-        told = {r: Place(**json.loads(self.store.get(k))) for r, k in enumerate(keys) if self.store.check([k])}
-        fault = verdict(told, self.world, self.timeout)
+        places = {r: Place(**json.loads(self.store.get(k))) for r, k in enumerate(keys) if self.store.check([k])}
+        fault = verdict(places, self.world, self.timeout)
         if fault is None:
             for key in (ALARM, *keys):
                 self.store.delete_key(key)
@@ -158,17 +158,17 @@ class Watchdog:
         os._exit(faults.LOST_A_PEER)
 
 
-def verdict(told: Mapping[int, Place], world: int, timeout: float) -> RuntimeFault | None:
+def verdict(places: Mapping[int, Place], world: int, timeout: float) -> RuntimeFault | None:
     """Who is missing, from where every rank is; None while somebody is at work."""
-    silent = [r for r in range(world) if r not in told]
-    waiting = {r: p for r, p in told.items() if p.inside and p.idle > timeout / 2}
-    moving = [r for r, p in told.items() if p.inside and r not in waiting]
-    late = silent + [r for r, p in told.items() if not p.inside]
+    silent = [r for r in range(world) if r not in places]
+    waiting = {r: p for r, p in places.items() if p.inside and p.idle > timeout / 2}
+    moving = [r for r, p in places.items() if p.inside and r not in waiting]
+    late = silent + [r for r, p in places.items() if not p.inside]
     if moving or not waiting:
         return None
     at = max(waiting.values(), key=lambda p: sum(q.line == p.line for q in waiting.values()))
     late += [r for r, p in waiting.items() if p.line != at.line]
-    found = [f"rank {r} {'does not answer: it has ended or was stopped' if r in silent else f'is at {told[r]}'}" for r in sorted(late)]
+    found = [f"rank {r} {'does not answer: it has ended or was stopped' if r in silent else f'is at {places[r]}'}" for r in sorted(late)]
     return RuntimeFault(
         f"rank {', '.join(map(str, sorted(late)))} did not reach {at}" if late else f"no rank goes on from {at}",
         needed=f"every rank there within {timeout:g} s",

@@ -77,11 +77,11 @@ def stored_in(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{path} is no safetensors file", needed="a header of at most 100 MB", found=f"{length} bytes")
         header = json.loads(f.read(length))
     out = {}
-    for name, said in header.items():
+    for name, entry in header.items():
         if name != "__metadata__":
-            if said["dtype"] not in NAMES:
-                raise CheckpointError(f"{path} has a tensor of another kind", needed=", ".join(NAMES), found=f"{name} of {said['dtype']}")
-            out[name] = Stored(path, NAMES[said["dtype"]], tuple(said["shape"]), 8 + length + said["data_offsets"][0])
+            if entry["dtype"] not in NAMES:
+                raise CheckpointError(f"{path} has a tensor of another kind", needed=", ".join(NAMES), found=f"{name} of {entry['dtype']}")
+            out[name] = Stored(path, NAMES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
     return out
 
 
@@ -139,8 +139,8 @@ class Weights:
     def _read(self, name: str, x: Stored, layout: Layout, dtype: torch.dtype, coords: Mapping[str, int]) -> Tensor:
         if x.shape != tuple(layout.shape):
             raise CheckpointError(f"{x.path} is of another model", needed=f"{self.names[name][0]} of {list(layout.shape)}", found=str(list(x.shape)))
-        cut = [any(atom.cut for atom in dim) for dim in layout.dims]
-        return x.read([layout.positions(d, coords) if cut[d] else range(n) for d, n in enumerate(layout.shape)]).to(dtype)
+        sharded = [any(atom.cut for atom in dim) for dim in layout.dims]
+        return x.read([layout.positions(d, coords) if sharded[d] else range(n) for d, n in enumerate(layout.shape)]).to(dtype)
 
     def _initialised(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """What the module's own initialisation gives, one submodule after another, each let go before the next: every rank draws the same.
@@ -231,11 +231,11 @@ class File:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
     def header(self) -> bytes:
-        kinds, end, said = {d: n for n, d in NAMES.items()}, 0, {}
+        kinds, end, entry = {d: n for n, d in NAMES.items()}, 0, {}
         for name, dtype, shape in self.tensors:
             first, end = end, end + math.prod(shape) * dtype.itemsize
-            said[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [first, end]}
-        text = json.dumps({"__metadata__": {"format": "pt"}, **said}).encode()
+            entry[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [first, end]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entry}).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 

@@ -187,10 +187,10 @@ def compiler() -> Finding:
         source = Path(folder, "probe.cpp")
         source.write_text('extern "C" int probe(int x) { return x + 1; }\n')
         argv = [*command.split(), "-O1", "-shared", "-fPIC", str(source), "-o", str(Path(folder, "probe.so"))]
-        status, said = _try(argv)
+        status, output = _try(argv)
     if status == 0:
         return Finding("compiler", "ok", shutil.which(command.split()[0]) or command)
-    return Finding("compiler", "warn", f"{command} cannot build a shared library: {said}", advice)
+    return Finding("compiler", "warn", f"{command} cannot build a shared library: {output}", advice)
 
 
 # --- what torch can do here
@@ -227,13 +227,13 @@ def bf16() -> Finding:
         "import torch; a = torch.randn(256, 256).bfloat16(); w = a.float() @ a.float(); "
         "raise SystemExit(bool(((a @ a).float() - w).abs().max() > 0.05 * w.abs().max()))"
     )
-    status, said = _try([sys.executable, "-c", probe])
+    status, output = _try([sys.executable, "-c", probe])
     amx = "amx_tile" in _read("/proc/cpuinfo").split()
     capped = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if status < 0:
         return Finding("bf16 on CPU", "warn", f"a matmul dies of {signal.Signals(-status).name}", BF16_ADVICE)
     if status > 0:
-        return Finding("bf16 on CPU", "warn", f"a matmul fails or is wrong: {said}".rstrip(": "), BF16_ADVICE)
+        return Finding("bf16 on CPU", "warn", f"a matmul fails or is wrong: {output}".rstrip(": "), BF16_ADVICE)
     if amx and not capped:
         advice = f"{BF16_ADVICE} if bf16 ever dies of SIGILL: some virtual machines announce AMX and cannot run it"
         return Finding("bf16 on CPU", "warn", "works here, through AMX", advice)

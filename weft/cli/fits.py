@@ -80,9 +80,9 @@ def _show(name: str, model: Model, answer: Answer, place: str) -> None:
     size = f"{model.params / 1e9:,.2f}B" if model.params >= 1e8 else f"{model.params / 1e6:,.1f}M"
     only = f", of which only LoRA adapters of rank {model.how.lora} are trained" if model.how.lora else ""
     results().print(f"[bold]{name}[/] on {place}: {size} parameters{only}{length}", highlight=False)
-    said = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
+    verdict = "[green]it fits[/]" if answer.fits else "[red]it does not fit[/]"
     needs = f"{answer.memory.total / 1e9:.1f} ({low:.1f} to {high:.1f}) of {answer.has / 1e9:.1f} GB"
-    results().print(f"{said}: {needs} with {describe(answer.setting)}", highlight=False)
+    results().print(f"{verdict}: {needs} with {describe(answer.setting)}", highlight=False)
     parts = _bytes(answer)
     unit, scale = ("GB", 1e9) if max(v for k, v in parts.items() if k != "workspace") >= 1e8 else ("MB", 1e6)
     results().print(", ".join(f"{k} {v / scale:,.1f}" for k, v in parts.items()) + f" {unit}", highlight=False)

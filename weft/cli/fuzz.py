@@ -56,9 +56,9 @@ def _run(run: Callable[..., Any], programs: int, seed: int, stop_at: int) -> Any
 
 
 def _show_torch(tally: Any) -> None:
-    told = tally.as_dict()
-    results().print(", ".join(f"{told[k]} {k}" for k in ("programs", "equal", "refused", "wrong", "crash", "unstable")))
-    for words, count in told["refused_by"].items():
+    counts = tally.as_dict()
+    results().print(", ".join(f"{counts[k]} {k}" for k in ("programs", "equal", "refused", "wrong", "crash", "unstable")))
+    for words, count in counts["refused_by"].items():
         results().print(f"  refused {count} times: {words}", markup=False, highlight=False)
 
 

@@ -89,8 +89,8 @@ def simulate(
     if trace:
         _save_trace(step, detail(stack.work(setting), setting, place), trace)
     of = f" of {stack.seq} tokens" if stack.seq else ""
-    said = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_stage_rows(setting)}"
-    results().print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {said}", highlight=False)
+    heading = f"{setting.dtype}, {many(setting.global_batch, 'sample')}{of}, {_stage_rows(setting)}"
+    results().print(f"[bold]{model}[/] on {cluster} ({many(place.devices, 'device')}): {heading}", highlight=False)
     kind = kind_of(setting.kernels, bool(stack.experts), False)
     _show(step, answer, kind)
     if json:

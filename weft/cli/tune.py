@@ -82,8 +82,8 @@ def search(program: Any, limit: int, again: bool) -> dict[str, Any]:
             assert ranks.stdout is not None
             for line in ranks.stdout:
                 with contextlib.suppress(json.JSONDecodeError):
-                    said = json.loads(line)
-                    bar.update(task, advance=1, total=said["of"], description=f"{said['tried']}: {said['ms']:.3f} ms")
+                    message = json.loads(line)
+                    bar.update(task, advance=1, total=message["of"], description=f"{message['tried']}: {message['ms']:.3f} ms")
             _, errors = ranks.communicate()
         if ranks.returncode or not out.exists():
             raise RuntimeFault(

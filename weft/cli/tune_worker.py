@@ -31,7 +31,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps({"tried": name, "ms": ms, "of": of}), flush=True)
 
-    best, result = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=int(limit), again=again == "1", heard=show)
+    best, result = tune_program(program, compile_=Compiled, inputs=random_inputs, limit=int(limit), again=again == "1", on_result=show)
     if dist.get_rank() == 0:
         report = {"times": result.times, "choice": result.choice, "gain": result.gain, "program": best.text, "history": best.history}
         Path(out).write_text(json.dumps(report))
@@ -46,8 +46,8 @@ def random_inputs(program: Program) -> dict[str, Any]:
     found = {}
     for name, node in program.input_names.items():
         if node.layout.present(coords):
-            whole = torch.rand(node.shape) if node.shape else torch.tensor(1.0)
-            found[name] = interp.take_local(whole.to(node.dtype), node.layout, coords).contiguous()
+            full = torch.rand(node.shape) if node.shape else torch.tensor(1.0)
+            found[name] = interp.take_local(full.to(node.dtype), node.layout, coords).contiguous()
     return found
 
 

@@ -21,7 +21,7 @@ def watch(
     from weft.record.run import FILE, load
     from weft.report import report
 
-    file, seen, since, told = Path(run) / FILE, 0.0, time.monotonic(), False
+    file, seen, since, announced = Path(run) / FILE, 0.0, time.monotonic(), False
     if not file.exists():
         console.print(f"waiting for a run in {run}", markup=False, highlight=False)
     while time.monotonic() - since <= patience:
@@ -29,9 +29,9 @@ def watch(
         if now > seen:
             seen, since = now, time.monotonic()
             made, (page, _) = load(run), report(run, out, refresh=max(1, round(every)))
-            if not told:
+            if not announced:
                 console.print(f"the page is at {page}", markup=False, highlight=False)
-                told = True
+                announced = True
             loss = (made.steps.get("loss") or (0.0,))[-1]
             print(
                 f"step {len(made.steps.get('ms', ()))}: loss {loss:.4g}, {made.step_ms:,.1f} ms, {made.per_second:,.0f} {made.unit}/s",

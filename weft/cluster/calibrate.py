@@ -80,8 +80,8 @@ def known(device: str) -> Profile | None:
     """The shipped profile of this device, if there is one."""
     if device == "cpu":
         return None
-    said = torch.cuda.get_device_name().upper()
-    return next((load(n) for n in sorted(names(), key=len, reverse=True) if n.upper() in said), None)
+    device_name = torch.cuda.get_device_name().upper()
+    return next((load(n) for n in sorted(names(), key=len, reverse=True) if n.upper() in device_name), None)
 
 
 def _name(device: str) -> str:
@@ -154,9 +154,9 @@ def _attention(got: Mapping[str, float], peak: float, device: str) -> dict[str, 
     tiles = Device("tiles", {"units": Constant(1.0 if device == "cpu" else 2.0, START.origin), "attention.start": START})
     met = float(kernels.tiles_of_keys(tiles, measure.KEYS, measure.KEYS, True, 0)[1]) + (0.0 if device == "cpu" else START.value)
     more = met / (measure.KEYS / kernels.TILE / 2)
-    halves = {way: _half(got[f"attention.{way}.64"], got.get(f"attention.{way}.short", 0.0)) for way in ("forward", "backward")}
-    shares = {f"attention.{way}": got[f"attention.{way}.128"] / peak * more * (1 + half / measure.LONG) for way, half in halves.items()}
-    known = {f"attention.{way}.half": half for way, half in halves.items() if half}
+    halves = {direction: _half(got[f"attention.{direction}.64"], got.get(f"attention.{direction}.short", 0.0)) for direction in ("forward", "backward")}
+    shares = {f"attention.{direction}": got[f"attention.{direction}.128"] / peak * more * (1 + half / measure.LONG) for direction, half in halves.items()}
+    known = {f"attention.{direction}.half": half for direction, half in halves.items() if half}
     return {**shares, **known, "attention.narrow": math.log2(max(1e-3, wide / max(narrow, 1.0)))}
 
 

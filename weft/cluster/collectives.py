@@ -51,7 +51,7 @@ def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, copies: int 
         return 0.0
     used = _levels(cluster.links, ranks.members)
     launch = max(link.get("launch") for link, _, _ in used)
-    return launch + min(_ring(kind, size, ranks.size, used, way, copies) for way in WAYS)
+    return launch + min(_ring(kind, size, ranks.size, used, protocol, copies) for protocol in WAYS)
 
 
 def send_seconds(cluster: Cluster, size: float, stride: int) -> float:
@@ -82,13 +82,13 @@ def _levels(links: Sequence[Link], members: tuple[int, ...]) -> list[Level]:
 def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str, copies: int) -> float:
     waiting, moving = 0.0, 0.0
     for link, below, blocks in used:
-        way = asked if asked in link.constants else "low"
-        step = link.get(f"{way}_step")
+        protocol = asked if asked in link.constants else "low"
+        step = link.get(f"{protocol}_step")
         if kind == "all_to_all":
             waiting += link.get("all_to_all", 0.0)
             step = link.get("all_to_all_step", step)
-        waiting += link.get(way) + step * _steps(kind, blocks)
-        speed = _bandwidth(link, blocks * below) * link.get(f"{way}_share", 1.0) * _in_switch(kind, link, blocks)
+        waiting += link.get(protocol) + step * _steps(kind, blocks)
+        speed = _bandwidth(link, blocks * below) * link.get(f"{protocol}_share", 1.0) * _in_switch(kind, link, blocks)
         moving = max(moving, _out_of_block(kind, size, ranks, below, copies) * link.get(f"cost.{kind}", 1.0) / speed)
     return waiting + moving
 

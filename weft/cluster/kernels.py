@@ -54,8 +54,8 @@ def _in_waves(device: Device, kind: str, dtype: str, m: Any, n: Any, k: Any, bat
     tm, tn, s = _CUTS if split else _WHOLE_K
     piece = np.ceil(k / s / 64) * 64
     tiles = batch * np.ceil(m / tm) * np.ceil(n / tn) * s
-    whole = _of(device, kind, dtype, "whole", 1.0)
-    waves = np.where(tiles < units, 1.0, (1 - whole) * tiles / units + whole * np.ceil(tiles / units))
+    full = _of(device, kind, dtype, "whole", 1.0)
+    waves = np.where(tiles < units, 1.0, (1 - full) * tiles / units + full * np.ceil(tiles / units))
     loaded = (tm + tn) * piece * WIDTH[dtype]
     cache = _of(device, kind, dtype, "cache", math.inf)
     each = np.maximum(2 * (tm * tn + _of(device, kind, dtype, "half")) * piece * units / rate, loaded / _of(device, kind, dtype, "unit", math.inf))

@@ -90,23 +90,23 @@ def collectives(device: str, ranks: int, calls: Calls | None = None) -> list[Sen
     return run_ranks(ranks, device, Timing(device, ranks, calls=calls or torch_calls))[0]
 
 
-def torch_calls(device: str, whole: torch.Tensor, part: torch.Tensor) -> Mapping[str, Callable[[], Any]]:
+def torch_calls(device: str, full: torch.Tensor, part: torch.Tensor) -> Mapping[str, Callable[[], Any]]:
     """As torch makes them."""
     return {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: _GATHER(whole, part),
-        "reduce_scatter": lambda: _scatter(device, part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_gather": lambda: _GATHER(full, part),
+        "reduce_scatter": lambda: _scatter(device, part, full),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full),
     }
 
 
-def _scatter(device: str, part: torch.Tensor, whole: torch.Tensor) -> None:
+def _scatter(device: str, part: torch.Tensor, full: torch.Tensor) -> None:
     """gloo's own moves as much as its all_reduce, so there it is an all_to_all and a sum, as weft runs it."""
     if device != "cpu":
-        _SCATTER(part, whole)
+        _SCATTER(part, full)
         return
-    pieces = torch.empty_like(whole)
-    dist.all_to_all_single(pieces, whole)
+    pieces = torch.empty_like(full)
+    dist.all_to_all_single(pieces, full)
     torch.sum(pieces.view(dist.get_world_size(), -1), 0, out=part)
 
 
@@ -127,10 +127,10 @@ class Timing:
         """On a processor each call has operands of its own, which lie in no cache: within a step much ran since they were made."""
         count = size // 4 // self.ranks * self.ranks
         times = 16 if size <= 2**22 else 8
-        apart = min(times, COLD // size) if self.device == "cpu" else 1
-        whole = torch.ones(apart, count, device=self.device)
-        part = torch.ones(apart, count // self.ranks, device=self.device)
-        return self.usual([self.calls(self.device, w, p)[kind] for w, p in zip(whole, part, strict=True)], times)
+        copies = min(times, COLD // size) if self.device == "cpu" else 1
+        full = torch.ones(copies, count, device=self.device)
+        part = torch.ones(copies, count // self.ranks, device=self.device)
+        return self.usual([self.calls(self.device, w, p)[kind] for w, p in zip(full, part, strict=True)], times)
 
     def usual(self, calls: Sequence[Callable[[], Any]], times: int) -> float:
         """The lower quartile: others on the machine only add. On a processor no more than the ranks of a core work in turn, and a little."""

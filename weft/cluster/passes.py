@@ -66,9 +66,9 @@ def by_op() -> dict[str, float]:
         "layer_norm_backward": lambda g, x: aten.native_layer_norm_backward(g, x, [COLUMNS], mean, spread, scale, scale, [True] * 3),
     }  # fmt: skip
     pairs = each_cold(lambda g, x: lambda: (g, x), shape, shape)
-    held = [pair() for pair in pairs]
-    found = {name: [lambda op=op, x=x: op(x) for g, x in held] for name, op in one.items()}
-    found |= {name: [lambda op=op, g=g, x=x: op(g, x) for g, x in held] for name, op in two.items()}
+    tensors = [pair() for pair in pairs]
+    found = {name: [lambda op=op, x=x: op(x) for g, x in tensors] for name, op in one.items()}
+    found |= {name: [lambda op=op, g=g, x=x: op(g, x) for g, x in tensors] for name, op in two.items()}
     return {f"rate.{name}": ROWS * COLUMNS / among(calls, 0.03) for name, calls in found.items()}
 
 

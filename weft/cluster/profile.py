@@ -111,8 +111,8 @@ def load(name: str) -> Profile:
     path = Path(name) if name.endswith(".json") else _index().get(_spelled(name))
     if path is None:
         cased = {n.lower(): n for n in names()}
-        near = [cased[n] for n in get_close_matches(name.lower(), cased, n=3, cutoff=0.4)]
-        raise UnknownName(f"no device named {name!r}", needed=", ".join(names()), found=name, try_=near or "weft calibrate --out FILE.json")
+        close = [cased[n] for n in get_close_matches(name.lower(), cased, n=3, cutoff=0.4)]
+        raise UnknownName(f"no device named {name!r}", needed=", ".join(names()), found=name, try_=close or "weft calibrate --out FILE.json")
     return parse(_read(path), str(path))
 
 

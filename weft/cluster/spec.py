@@ -115,8 +115,8 @@ class Cluster:
 def _written(group: Nodes, found: re.Match[str]) -> str:
     """Nodes of another number than those that were read."""
     kind, gbps = found.group("kind", "gbps")
-    whole = is_node(kind) and group.size == load(kind).node_size
-    return f"{group.count}x{'' if whole else f'{group.size}x'}{kind}{f'@{gbps}' if gbps else ''}"
+    full = is_node(kind) and group.size == load(kind).node_size
+    return f"{group.count}x{'' if full else f'{group.size}x'}{kind}{f'@{gbps}' if gbps else ''}"
 
 
 def _take_devices(group: Nodes, devices: int) -> Nodes:

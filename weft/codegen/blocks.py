@@ -73,9 +73,9 @@ class ChunkLocal(Local):
         return self._of_chunk(super().out_positions(dim, out), self.node, dim)
 
     def out_shape(self, out: int = 0) -> tuple[int, ...]:
-        whole = super().out_shape(out)
+        full = super().out_shape(out)
         dim = self.how[self.node][0]
-        return tuple(n // self.chunks if d == dim else n for d, n in enumerate(whole))
+        return tuple(n // self.chunks if d == dim else n for d, n in enumerate(full))
 
     def _of_chunk(self, at: torch.Tensor, value: Node, dim: int) -> torch.Tensor:
         where, parts = self.how.get(value, (None, 1))
@@ -222,14 +222,14 @@ class _Chunking:
     def _how(self, n: Node) -> tuple[int, int]:
         """Along which dim, and in how many slices side by side, `n` is chunked locally."""
         d = self.where[n]
-        cut = {a for a in n.mesh.axes if isinstance(n.types[0].on(a), S) and n.types[0].on(a).dim == d}  # type: ignore[attr-defined]
-        return d, math.prod(n.mesh.size(a) for a in self.moving - cut)
+        axes = {a for a in n.mesh.axes if isinstance(n.types[0].on(a), S) and n.types[0].on(a).dim == d}  # type: ignore[attr-defined]
+        return d, math.prod(n.mesh.size(a) for a in self.moving - axes)
 
     def _type(self, n: Node) -> Type:
         """The type of one chunk: the dim shorter, laid out as before."""
         d, t = self.where[n], n.types[0]
-        cut = [a for a in t.mesh.axes if isinstance(t.on(a), S) and t.on(a).dim == d]  # type: ignore[attr-defined]
-        each = math.prod(t.mesh.size(a) for a in {*cut, *self.moving}) * self.chunks
+        axes = [a for a in t.mesh.axes if isinstance(t.on(a), S) and t.on(a).dim == d]  # type: ignore[attr-defined]
+        each = math.prod(t.mesh.size(a) for a in {*axes, *self.moving}) * self.chunks
         if t.shape[d] % each or len(t.layout.dims[d]) > 1:
             raise NotFusable(f"dim {d} of {list(t.shape)} cannot be split into {self.chunks} even chunks on every rank")
         shape = tuple(s // self.chunks if k == d else s for k, s in enumerate(t.shape))

@@ -20,14 +20,14 @@ def bundles_of(
     """Forms of two and more of the `wires`; `nodes` is the order in which a rank does everything, `most` the bytes of a message by axis."""
     at = {n: i for i, n in enumerate(nodes)}
     used = {n: min((at[u] for u in program.users[n] if u in at), default=len(nodes)) for n in wires}
-    alike: dict[object, list[Node]] = {}
+    isomorphic: dict[object, list[Node]] = {}
     for n in wires:
         if len(n.args) == 1 and n.op.name in WRITERS and not n.attr("tree"):
             early = n.op is all_gather and n.args[0].op.is_input
             how = partial_op(n.args[0].layout, n.attr("axis")) if n.op is reduce_scatter else early
-            alike.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
+            isomorphic.setdefault((n.op.name, n.attr("axis"), n.dtype, how), []).append(n)
     found = []
-    for (name, axis, _, how), members in alike.items():  # type: ignore[misc]
+    for (name, axis, _, how), members in isomorphic.items():  # type: ignore[misc]
         for some in _split_messages(members, at, used, how is True, most[axis]):
             text = WRITERS[name](some, coords)
             found.append(Peephole(tuple(some), tuple(n.args[0] for n in some), tuple(some), text, starts=True, early=how is True))
@@ -40,9 +40,9 @@ def _split_messages(members: Sequence[Node], at: Mapping[Node, int], used: Mappi
     last = _last_needed(members) if not early else {}
     for k, n in enumerate(members):
         more = max(nbytes(n.type), nbytes(n.args[0].type))
-        apart = bool(run) and not early and (wanted <= at[n] or last[n] >= k - len(run))
+        separate = bool(run) and not early and (wanted <= at[n] or last[n] >= k - len(run))
         full = not early and size >= most / 2  # a large one is not kept waiting for a small one that comes later
-        if apart or full or size + more > most:
+        if separate or full or size + more > most:
             yield from [run] if len(run) > 1 else []
             run, size, wanted = [], 0, len(at)
         run.append(n)
@@ -67,16 +67,16 @@ Text = Callable[[Callable[[Node], str]], str]
 
 def _scattered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
     axis = some[0].attr("axis")
-    lies = [local_shape_of(n.layout, axis, coords) for n in some]
-    hows = [((lie.before, lie.full, lie.after), lie.mine, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    shapes = [local_shape_of(n.layout, axis, coords) for n in some]
+    hows = [((shape.before, shape.full, shape.after), shape.mine, n.layout.local_shape(coords)) for n, shape in zip(some, shapes, strict=True)]
     op = partial_op(some[0].args[0].layout, axis)
     return lambda v: f"comm.reduce_scatter_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, {op!r}, hows={hows})"
 
 
 def _gathered(some: Sequence[Node], coords: Mapping[str, int]) -> Text:
     axis = some[0].attr("axis")
-    lies = [local_shape_of(n.args[0].layout, axis, coords) for n in some]
-    hows = [((lie.before, lie.mine, lie.after), lie.full, n.layout.local_shape(coords)) for n, lie in zip(some, lies, strict=True)]
+    shapes = [local_shape_of(n.args[0].layout, axis, coords) for n in some]
+    hows = [((shape.before, shape.mine, shape.after), shape.full, n.layout.local_shape(coords)) for n, shape in zip(some, shapes, strict=True)]
     return lambda v: f"comm.all_gather_list([{', '.join(v(n.args[0]) for n in some)}], on.{axis}, hows={hows})"
 
 

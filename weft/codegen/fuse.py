@@ -126,16 +126,16 @@ class _Lowering:
 
     def _components(self) -> list[tuple[list[Node], list[Node]]]:
         """Nodes that share tensors belong together; scalars join nothing."""
-        near = {n: [n, *operands(n)] for n in self.nodes if len(n.types) == 1 and not is_scalar(n)}
-        near |= {n: list(operands(n)) for n in self.nodes if n.op.name in REDUCES}
-        parent = {x: x for xs in near.values() for x in xs if len(x.types) == 1 and not is_scalar(x)}
+        adjacent = {n: [n, *operands(n)] for n in self.nodes if len(n.types) == 1 and not is_scalar(n)}
+        adjacent |= {n: list(operands(n)) for n in self.nodes if n.op.name in REDUCES}
+        parent = {x: x for xs in adjacent.values() for x in xs if len(x.types) == 1 and not is_scalar(x)}
 
         def find(n: Node) -> Node:
             while parent[n] is not n:
                 parent[n] = n = parent[parent[n]]
             return n
 
-        for xs in near.values():
+        for xs in adjacent.values():
             tensors = [x for x in xs if x in parent]
             for x in tensors[1:]:
                 parent[find(x)] = find(tensors[0])
@@ -196,9 +196,9 @@ class _Lowering:
 class _Component:
     """One tensor's formulas as expressions over slots named in order of use."""
 
-    def __init__(self, whole: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
-        self.whole, self.nodes, self.outputs, self.names = whole, set(nodes), outputs, names
-        self.number = whole.home[nodes[0]]
+    def __init__(self, full: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
+        self.whole, self.nodes, self.outputs, self.names = full, set(nodes), outputs, names
+        self.number = full.home[nodes[0]]
         self.values: dict[Node, Value] = {}
         self.slots: dict[tuple[Node, str], Slot] = {}
         self.scalars: dict[str, Node] = {}

@@ -70,9 +70,9 @@ def documents(n: Node, device: str) -> tuple[Node, Node] | None:
     if found is None:
         return None
     rows, keys = found if found[0].shape[-1] == 1 else found[::-1]
-    lies = rows.shape[-2:] == (q.shape[3], 1) and keys.shape[-2:] == (1, k.shape[2])
+    row_major = rows.shape[-2:] == (q.shape[3], 1) and keys.shape[-2:] == (1, k.shape[2])
     each = all(math.prod(x.shape) in (x.shape[-1] * x.shape[-2], q.shape[0] * x.shape[-1] * x.shape[-2]) for x in found)
-    return (rows, keys) if lies and each else None
+    return (rows, keys) if row_major and each else None
 
 
 def _equal(mask: Node) -> tuple[Node, Node] | None:
@@ -84,8 +84,8 @@ def _equal(mask: Node) -> tuple[Node, Node] | None:
     cond = mask.args[0]
     while cond.op is reshape_op:
         cond = cond.args[0]
-    whole = cond.op is eq and all(not a.dtype.is_floating_point and a.ndim == cond.ndim > 1 for a in cond.args)
-    return (cond.args[0], cond.args[1]) if whole else None
+    full = cond.op is eq and all(not a.dtype.is_floating_point and a.ndim == cond.ndim > 1 for a in cond.args)
+    return (cond.args[0], cond.args[1]) if full else None
 
 
 def _plain_adam(n: Node, device: str) -> bool:
@@ -159,8 +159,8 @@ def library_call(
     if test is None or not test(n, device):
         return None
     if n.op is put_op and (run := local_rows(n.args[2], at)):
-        whole = len(run) == n.args[2].shape[0]
-        return f"quick.put_{'all' if whole else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if whole else run})"
+        full = len(run) == n.args[2].shape[0]
+        return f"quick.put_{'all' if full else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if full else run})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent")} | ({"own": own} if n.op is adam else {})
     if n.op is to_host and fetches:
         attrs["site"] = next(_SITES)
@@ -173,8 +173,8 @@ def library_call(
 
 def _first(experts: Node, at: Mapping[str, int]) -> int:
     """The number of the first expert held here; those held stand side by side."""
-    held = experts.layout.positions(0, at)
-    return int(held[0]) if len(held) else 0
+    experts_here = experts.layout.positions(0, at)
+    return int(experts_here[0]) if len(experts_here) else 0
 
 
 def keeps_statistics(p: Program) -> dict[Node, Node]:

@@ -18,7 +18,7 @@ def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: s
 
 @dataclass(frozen=True)
 class LocalShape:
-    """How the part an axis shards lies in a rank's local tensor: [before, mine, after], of `whole` were it not sharded."""
+    """How the part an axis shards lies in a rank's local tensor: [before, mine, after], of `full` were it not sharded."""
 
     before: int
     mine: int
@@ -37,9 +37,9 @@ def local_shape_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Loca
     after = math.prod(local_size(a, layout, coords) for a in atoms[k + 1 :]) * math.prod(local[d + 1 :])
     mine = local_size(atoms[k], layout, coords)
     innermost = atoms[k].cut[-1] == axis
-    whole = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
-    step = -(-whole // layout.mesh.size(axis))
-    return LocalShape(before, mine, after, whole, min(coords[axis] * step, whole))
+    full = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
+    step = -(-full // layout.mesh.size(axis))
+    return LocalShape(before, mine, after, full, min(coords[axis] * step, full))
 
 
 def partial_op(layout: Layout, axis: str) -> str:

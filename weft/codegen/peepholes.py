@@ -104,10 +104,10 @@ def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] 
 
 def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:
     up = n.args[3 if n.op is experts else 4]
-    held = up.layout.positions(0, coords)
+    experts_here = up.layout.positions(0, coords)
     on_gpu = library_call(n, [], device, False, coords) is not None
     run = f"quick.{n.op.name}" if on_gpu else f"{n.op.name}_on"
-    how = f"first={int(held[0])}" if on_gpu else f"held=torch.arange({int(held[0])}, {int(held[0]) + len(held)})"
+    how = f"first={int(experts_here[0])}" if on_gpu else f"held=torch.arange({int(experts_here[0])}, {int(experts_here[0]) + len(experts_here)})"
     shape = made.types[0].layout.local_shape(coords)
     name = f"sent.{n.op.name}"
 
@@ -173,19 +173,19 @@ def _buckets(p: Program) -> Iterator[Peephole]:
         pieces = [_taken_piece(p, u, joined, ends) for u in p.users[n]] if flat and n.mesh.size(n.attr("axis")) > 1 else [None]
         if None in pieces or p.outputs_of(n):
             continue
-        whole = [a.args[0] if a.op is reshape_op and _only_read_by(p, a, joined) else a for a in joined.args]
-        inside = tuple(a for a, x in zip(joined.args, whole, strict=True) if a is not x)
-        reader = [joined if x is a else a for a, x in zip(joined.args, whole, strict=True)]
-        own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(whole, reader, strict=True)]
+        full = [a.args[0] if a.op is reshape_op and _only_read_by(p, a, joined) else a for a in joined.args]
+        inside = tuple(a for a, x in zip(joined.args, full, strict=True) if a is not x)
+        reader = [joined if x is a else a for a, x in zip(joined.args, full, strict=True)]
+        own = [_only_read_by(p, x, u) and x.op.kind not in (Kind.VIEW, Kind.SOURCE) for x, u in zip(full, reader, strict=True)]
         op, axis = joined.type.on(n.attr("axis")).op, n.attr("axis")  # type: ignore[attr-defined]
         yield Peephole(
-            (*inside, joined, n), tuple(whole), (n,),
-            lambda v, xs=whole, a=axis, op=op, own=own: f"comm.all_reduce_list([{', '.join(map(v, xs))}], on.{a}, {op!r}, own={own})",
+            (*inside, joined, n), tuple(full), (n,),
+            lambda v, xs=full, a=axis, op=op, own=own: f"comm.all_reduce_list([{', '.join(map(v, xs))}], on.{a}, {op!r}, own={own})",
             starts=True,
         )  # fmt: skip
         for piece in pieces:
             nodes, k, shape = piece  # type: ignore[misc]
-            same = shape == tuple(whole[k].shape)
+            same = shape == tuple(full[k].shape)
             yield Peephole(
                 nodes, (n,), nodes[-1:], lambda v, n=n, k=k, s=shape, same=same: f"{v(n)}[{k}]" if same else f"{v(n)}[{k}].reshape({s})"
             )
@@ -215,12 +215,12 @@ def _convolutions(p: Program) -> Iterator[Peephole]:
         other = by_input.pop((n.args[1], *map(n.attr, how)), None) if n.op is conv2d_weight_grad else None
         if other is not None and _same_local_shape(other, n.args[0]) and _same_local_shape(n, other.args[1]) and other not in p.needs(n):
             (x, ct), w = n.args, other.args[1]
-            settled = ", ".join(settings((k, n.attr(k)) for k in how))
+            keywords = ", ".join(settings((k, n.attr(k)) for k in how))
             yield Peephole(
                 (other, n),
                 (ct, x, w),
                 (other, n),
-                lambda v, xs=(ct, x, w), s=settled: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
+                lambda v, xs=(ct, x, w), s=keywords: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
             )
 
 

@@ -87,9 +87,9 @@ class _PhaseSplitter:
 
     def _reread_bytes(self, v: Value, phase: Phase) -> float:
         """Bytes to read `v` from where it already is."""
-        held, gone = self._memory(phase)
-        if v in held:
-            return held[v].nbytes
+        alive, gone = self._memory(phase)
+        if v in alive:
+            return alive[v].nbytes
         if v.slot is None or v.slot in gone:
             return math.inf
         return v.slot.nbytes * (self.world if v.fn == "reduce" else 1)
@@ -103,9 +103,9 @@ class _PhaseSplitter:
         return {v: slot for slot, v in done}, {slot for slot, _ in done}
 
     def _reader(self, v: Value, phase: Phase) -> Value:
-        held, _ = self._memory(phase)
+        alive, _ = self._memory(phase)
         if self._reread_bytes(v, phase) <= self._stashed(v, phase):
-            return load(held[v]) if v in held else v
+            return load(alive[v]) if v in alive else v
         slot = self._new_stash(v)
         self.phases[self.when[v]].stores.append((slot, v))
         return load(slot)

@@ -61,21 +61,21 @@ class Rows:
         return all(i < n for i, n in zip(index, self.local, strict=False))
 
     def _aligned(self, node: Node, coords: Mapping[str, int]) -> tuple[int, ...]:
-        held = node.type.layout.local_shape(coords)
-        return (1,) * (len(self.largest) - len(held)) + held
+        stored = node.type.layout.local_shape(coords)
+        return (1,) * (len(self.largest) - len(stored)) + stored
 
     def _broken_at(self, node: Node, role: str) -> int:
         """How many leading dims must be rows of their own for this tensor."""
-        held = self._aligned(node, self.first)
+        stored = self._aligned(node, self.first)
         if role == "index":
             cut_dims = [d for d, (here, all_) in enumerate(zip(self.largest, self.domain.shape, strict=True)) if here != all_]
             return max(cut_dims, default=0)
         if role in WHOLE:
-            cut = self.domain.where_sharded(self.axis or "")
-            return 0 if cut is None or math.prod(held[: cut[0]]) == 1 else cut[0]
-        if held == self.largest:
+            shard = self.domain.where_sharded(self.axis or "")
+            return 0 if shard is None or math.prod(stored[: shard[0]]) == 1 else shard[0]
+        if stored == self.largest:
             return 0
-        return min(_common_tail(held, self.largest), _common_tail(held, (1,) * len(held)))
+        return min(_common_tail(stored, self.largest), _common_tail(stored, (1,) * len(stored)))
 
     def _strides(self, node: Node) -> list[int]:
         shape = self._aligned(node, self.coords)

@@ -20,18 +20,18 @@ START = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 JOIN = {"sum": "{0} + {1}", "max": "weft::larger({0}, {1})", "min": "weft::smaller({0}, {1})"}
 
 
-def emit(cut: PhasedGroup, world: int) -> str:
+def emit(phased: PhasedGroup, world: int) -> str:
     """The C++ source of a group, with `run` as its only entry."""
-    return _Emitter(cut, world).source()
+    return _Emitter(phased, world).source()
 
 
 class _Emitter:
-    def __init__(self, cut: PhasedGroup, world: int) -> None:
-        self.cut, self.world = cut, world
-        self.real = TYPES[cut.group.compute]
-        self.totals = {t: k for k, t in enumerate(cut.totals)}
-        self.scalars = host_scalars(cut.group.roots)
-        self.columns = columns(cut)
+    def __init__(self, phased: PhasedGroup, world: int) -> None:
+        self.cut, self.world = phased, world
+        self.real = TYPES[phased.group.compute]
+        self.totals = {t: k for k, t in enumerate(phased.totals)}
+        self.scalars = host_scalars(phased.group.roots)
+        self.columns = columns(phased)
 
     def source(self) -> str:
         width = sum(self.world if s.spread else 1 for s in self.columns) + HEAD
@@ -211,17 +211,17 @@ class _Emitter:
         return lines
 
 
-def columns(cut: PhasedGroup) -> list[Slot]:
+def columns(phased: PhasedGroup) -> list[Slot]:
     """The slots in the order their addresses stand in a row."""
-    return [*cut.group.slots, *cut.stash]
+    return [*phased.group.slots, *phased.stash]
 
 
-def headline(cut: PhasedGroup) -> str:
-    reduced = [v.slot.name for p in cut.phases for v in p.reads if v.fn == "reduce" and v.slot]
-    gathered = [slot.name for slot, _ in cut.group.stores if slot.spread]
-    own = [slot.name for slot, _ in cut.group.stores if not slot.spread]
+def headline(phased: PhasedGroup) -> str:
+    reduced = [v.slot.name for p in phased.phases for v in p.reads if v.fn == "reduce" and v.slot]
+    gathered = [slot.name for slot, _ in phased.group.stores if slot.spread]
+    own = [slot.name for slot, _ in phased.group.stores if not slot.spread]
     parts = [("reduce", [*dict.fromkeys(reduced)]), ("update", own), ("gather", gathered)]
-    return f"{cut.group.name}: " + "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+    return f"{phased.group.name}: " + "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
 
 
 def _type(reader: Value) -> str:

@@ -231,9 +231,9 @@ class _Writer:
         """One chunk as a generator that gives way before it waits; the chunks in turn."""
         inner = _Writer(rank_program(chunked.program, chunked.program.mesh.rank(self.at)), f"{block.group.name}_", chunked)
         names = dict(zip(block.inputs, chunked.program.inputs, strict=True))
-        cut = [n for n in chunked.sharded if n.types[0].layout.present(self.at)]
-        whole = [n for n in chunked.whole if n.types[0].layout.present(self.at)]
-        params = ", ".join(inner.var[names[n]] for n in [*cut, *whole])
+        sharded = [n for n in chunked.sharded if n.types[0].layout.present(self.at)]
+        full = [n for n in chunked.whole if n.types[0].layout.present(self.at)]
+        params = ", ".join(inner.var[names[n]] for n in [*sharded, *full])
         self.line(f"def {block.group.name}(chunk{', ' if params else ''}{params}):  # one of {chunked.chunks} chunks")
         for text in inner.body():
             self.line(f"    {text}")
@@ -241,10 +241,10 @@ class _Writer:
         results = [inner.value(n) for (_, n), out in zip(chunked.program.outputs, block.outputs, strict=True) if out in outs]
         self.line(f"    return ({''.join(f'{r}, ' for r in results)})")
         self.names.update(inner.names)
-        cuts = ", ".join(f"({self.value(n)}, Chunks{chunked.sharded[n]})" for n in cut)
-        wholes = ", ".join(map(self.value, whole))
+        chunks = ", ".join(f"({self.value(n)}, Chunks{chunked.sharded[n]})" for n in sharded)
+        fulls = ", ".join(map(self.value, full))
         joins = ", ".join(f"Chunks{chunked.joins[n]}" for n in outs)
-        call = f"in_chunks({block.group.name}, {chunked.chunks}, [{cuts}], [{wholes}], [{joins}])"
+        call = f"in_chunks({block.group.name}, {chunked.chunks}, [{chunks}], [{fulls}], [{joins}])"
         self.line(f"{''.join(f'{self.var[n]}, ' for n in outs) or '_'} = {call}")
 
     def body(self) -> list[str]:
@@ -279,13 +279,13 @@ class _Writer:
     def local(self, layout: Layout) -> tuple[int, ...]:
         return layout.local_shape(self.at)
 
-    def local_slice(self, x: str, lie: LocalShape, want: Layout) -> str:
-        span = (lie.before, lie.full, lie.after)
-        return f"comm.cut({x}, span={span}, start={lie.start}, stop={lie.start + lie.mine}, shape={self.local(want)})"
+    def local_slice(self, x: str, shape: LocalShape, want: Layout) -> str:
+        span = (shape.before, shape.full, shape.after)
+        return f"comm.cut({x}, span={span}, start={shape.start}, stop={shape.start + shape.mine}, shape={self.local(want)})"
 
-    def gather(self, x: str, axis: str, lie: LocalShape, want: Layout) -> str:
-        span = (lie.before, lie.mine, lie.after)
-        return f"comm.all_gather({x}, on.{axis}, span={span}, whole={lie.full}, shape={self.local(want)})"
+    def gather(self, x: str, axis: str, shape: LocalShape, want: Layout) -> str:
+        span = (shape.before, shape.mine, shape.after)
+        return f"comm.all_gather({x}, on.{axis}, span={span}, full={shape.full}, shape={self.local(want)})"
 
     def _all_reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         return f"comm.all_reduce({x}, on.{axis}, {partial_op(have, axis)!r}{_order(n)})"
@@ -294,17 +294,17 @@ class _Writer:
         return self.gather(x, axis, local_shape_of(have, axis, self.at), want)
 
     def _reduce_scatter(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
-        lie = local_shape_of(want, axis, self.at)
-        span, op = (lie.before, lie.full, lie.after), partial_op(have, axis)
-        return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={lie.mine}, shape={self.local(want)}{_order(n)})"
+        shape = local_shape_of(want, axis, self.at)
+        span, op = (shape.before, shape.full, shape.after), partial_op(have, axis)
+        return f"comm.reduce_scatter({x}, on.{axis}, {op!r}, span={span}, mine={shape.mine}, shape={self.local(want)}{_order(n)})"
 
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         was, now = local_shape_of(have, axis, self.at), local_shape_of(want, axis, self.at)
         if have.where_sharded(axis)[0] == want.where_sharded(axis)[0]:  # type: ignore[index]
-            whole = self.gather(x, axis, was, have.uncut(axis))
-            return f"comm.done({self.local_slice(f'{whole}.wait()', now, want)})"
+            full = self.gather(x, axis, was, have.uncut(axis))
+            return f"comm.done({self.local_slice(f'{full}.wait()', now, want)})"
         view, (old, new) = _expanded(have, want, axis, self.at)
-        sizes = f"whole={was.full}, mine={now.mine}, shape={self.local(want)}"
+        sizes = f"full={was.full}, mine={now.mine}, shape={self.local(want)}"
         return f"comm.all_to_all({x}, on.{axis}, view={view}, old={old}, new={new}, {sizes})"
 
     def _reduce(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:

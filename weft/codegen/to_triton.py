@@ -29,20 +29,20 @@ def total_{op}(sums_of, first, count, WORLD: tl.constexpr):
 '''
 
 
-def emit(cut: PhasedGroup, world: int) -> str:
+def emit(phased: PhasedGroup, world: int) -> str:
     """The Triton source of a group: `phase0`, `phase1`, ..."""
-    return _Emitter(cut, world).source()
+    return _Emitter(phased, world).source()
 
 
 class _Emitter:
-    def __init__(self, cut: PhasedGroup, world: int) -> None:
-        self.cut, self.world = cut, world
-        self.real = TYPES[cut.group.compute]
-        self.totals = {t: k for k, t in enumerate(cut.totals)}
-        self.scalars = host_scalars(cut.group.roots)
+    def __init__(self, phased: PhasedGroup, world: int) -> None:
+        self.cut, self.world = phased, world
+        self.real = TYPES[phased.group.compute]
+        self.totals = {t: k for k, t in enumerate(phased.totals)}
+        self.scalars = host_scalars(phased.group.roots)
         self.column: dict[Slot, int] = {}
         at = HEAD
-        for slot in columns(cut):
+        for slot in columns(phased):
             self.column[slot] = at
             at += world if slot.spread else 1
         self.width = at

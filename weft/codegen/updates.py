@@ -76,16 +76,16 @@ def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Peephole]:
         some = () if rows in left else (rows,)
         left |= {rows: left[rows] - 1} if rows in left else {}
         spare = (rows,) if left.get(rows) == 0 else ()
-        kept, name = held(n), f"{n.op.name}_{k}"
-        how = f"still={stays(n.op, n.attrs, len(kept) - 1)}" + (f", adam={python(_settings(n))}" if _is_fused_adam(n) else "")
+        slot, name = held(n), f"{n.op.name}_{k}"
+        how = f"still={stays(n.op, n.attrs, len(slot) - 1)}" + (f", adam={python(_settings(n))}" if _is_fused_adam(n) else "")
 
         def text(
-            v: Name, kept: Any = kept, given: Any = (x, index), some: Any = some, n: Node = n, name: str = name, how: str = how
+            v: Name, slot: Any = slot, given: Any = (x, index), some: Any = some, n: Node = n, name: str = name, how: str = how
         ) -> str:
             args = ", ".join([*map(v, given), v(some[0]) if some else "None", *map(v, n.args[-2:])])
-            return f"by_rows.update_({name}, [{', '.join(map(v, kept))}], {args}, {how})"
+            return f"by_rows.update_({name}, [{', '.join(map(v, slot))}], {args}, {how})"
 
-        inputs = (*kept, x, index, *some, *n.args[-2:])
+        inputs = (*slot, x, index, *some, *n.args[-2:])
         nodes = (*spare, gradient, n, *(u for _, u in _results(p, n) if u is not n))
         yield Peephole(nodes, inputs, (), text, _instead(p, [n]), names={name: partial(n.op.run, **dict(n.attrs))})
 

@@ -41,10 +41,10 @@ def _shard(layout: Layout, axis: str, dim: int) -> Any:
     atoms = (*smallest, *(Atom(1, (a,)) for a in lone))
     k = next(i for i, atom in enumerate(atoms) if axis in atom.cut)
     blocks, rest = (math.prod(_left(atom, before, mesh) for atom in part) for part in (atoms[:k], atoms[k + 1 :]))
-    cut = Atom(atoms[k].size, tuple(a for a in atoms[k].cut if a in before or a == axis))
-    if blocks == 1 and len(canonical((cut, Atom(rest)), mesh)) == 1:
+    sharded = Atom(atoms[k].size, tuple(a for a in atoms[k].cut if a in before or a == axis))
+    if blocks == 1 and len(canonical((sharded, Atom(rest)), mesh)) == 1:
         return Shard(dim)
-    if cut.size % math.prod(mesh.sizes[a] for a in cut.cut):
+    if sharded.size % math.prod(mesh.sizes[a] for a in sharded.cut):
         raise LayoutError(
             f"DTensor cannot say how {axis} shards dim {dim}",
             needed="equal shards, where a sharding is not of all a rank holds of the dim",

@@ -100,28 +100,28 @@ def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
 
 def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
     """The atom as smaller ones; axes that shard single elements only are left out."""
-    cut = _sharding_axes(atom, mesh)
-    if not cut:
+    axes = _sharding_axes(atom, mesh)
+    if not axes:
         yield Atom(atom.size)
         return
-    step = -(-atom.size // mesh.sizes[cut[0]])
-    if len(cut) > 1 and atom.size % step == 0:
-        yield Atom(atom.size // step, cut[:1])
-        yield from _smallest(Atom(step, cut[1:]), mesh)
+    step = -(-atom.size // mesh.sizes[axes[0]])
+    if len(axes) > 1 and atom.size % step == 0:
+        yield Atom(atom.size // step, axes[:1])
+        yield from _smallest(Atom(step, axes[1:]), mesh)
         return
-    same = _common_block(Atom(atom.size, cut), mesh)
-    yield Atom(atom.size // same, cut)
+    same = _common_block(Atom(atom.size, axes), mesh)
+    yield Atom(atom.size // same, axes)
     yield Atom(same)
 
 
 def _sharding_axes(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
     """The axes that shard a piece of more than one element into more than one."""
-    left, cut = atom.size, []
+    left, axes = atom.size, []
     for axis in atom.cut:
         if left > 1 and mesh.sizes[axis] > 1:
-            cut.append(axis)
+            axes.append(axis)
             left = -(-left // mesh.sizes[axis])
-    return tuple(cut)
+    return tuple(axes)
 
 
 def _common_block(atom: Atom, mesh: Mesh) -> int:
@@ -211,8 +211,8 @@ class Layout:
         before = self.mesh.axes[: self.mesh.axes.index(axis)]
         head, *tail = (Atom(a.size, tuple(x for x in a.cut if x in before)) for a in self.dims[d][k:])
         lead, *rest = canonical((head, *tail), self.mesh)
-        said = finest((Atom(lead.size, (*lead.cut, axis)), *rest), self.mesh)
-        return plain if said == finest((Atom(atom.size, (*head.cut, axis)), *tail), self.mesh) else (size, atom.size)
+        atoms = finest((Atom(lead.size, (*lead.cut, axis)), *rest), self.mesh)
+        return plain if atoms == finest((Atom(atom.size, (*head.cut, axis)), *tail), self.mesh) else (size, atom.size)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -238,15 +238,15 @@ class Layout:
         size = self.mesh.size(axis)
         if isinstance(placement, O) and not 0 <= placement.root < size:
             raise LayoutError(f"axis {axis} has no rank {placement.root}", needed=f"a root from 0 to {size - 1}", found=str(placement))
-        held = {**dict(self.held), axis: placement}
-        kinds = {p.op for p in held.values() if isinstance(p, P)}
+        placements = {**dict(self.held), axis: placement}
+        kinds = {p.op for p in placements.values() if isinstance(p, P)}
         if len(kinds) > 1:
             raise LayoutError(
                 "one value cannot be a sum over one axis and a max over another: their order would matter",
                 needed="one kind of partial reduction per value",
                 found=" and ".join(sorted(kinds)),
             )
-        return Layout(self.mesh, self.dims, tuple((a, held[a]) for a in self.mesh.axes if a in held))
+        return Layout(self.mesh, self.dims, tuple((a, placements[a]) for a in self.mesh.axes if a in placements))
 
     def release(self, axis: str) -> Layout:
         """P or O on the axis becomes R."""
@@ -297,8 +297,8 @@ class Layout:
         if at is None:
             return self
         atoms, lone = finest(self.dims[at[0]], self.mesh)
-        whole = tuple(self._without(axis, atom) for atom in atoms)
-        return self.with_dim(at[0], (*whole, Atom(1, tuple(a for a in lone if a != axis))))
+        full = tuple(self._without(axis, atom) for atom in atoms)
+        return self.with_dim(at[0], (*full, Atom(1, tuple(a for a in lone if a != axis))))
 
     def _without(self, axis: str, atom: Atom) -> Atom:
         if axis in atom.cut[:-1]:
@@ -400,9 +400,9 @@ class Layout:
         return canonical(tuple(got), self.mesh)
 
     def _straddle(self, shape: tuple[int, ...], atom: Atom) -> LayoutError:
-        cut = f"an atom of {atom.size} sharded by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
+        axes = f"an atom of {atom.size} sharded by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
         return LayoutError(
-            f"reshape {list(self.shape)} to {list(shape)} runs through {cut}",
+            f"reshape {list(self.shape)} to {list(shape)} runs through {axes}",
             needed="every sharded atom to lie in one dim of the result, its blocks unsplit",
             found=str(self),
             try_=f"gather axis {atom.cut[-1]} first" if atom.cut else None,

@@ -330,30 +330,30 @@ _listeners: list[Callable[[Node], None]] = []
 
 def make(op: Op, args: tuple[Node, ...], attrs: Attrs) -> Node:
     """The only maker of nodes: the same request gives the same node, and a bad one fails here, on the line that wrote it."""
-    said = tuple(sorted(attrs.items()))
-    key = (op, args, said, tuple(repr(v) for _, v in said if isinstance(v, float)))  # 0.0 == -0.0, but 1 / 0.0 != 1 / -0.0
+    given = tuple(sorted(attrs.items()))
+    key = (op, args, given, tuple(repr(v) for _, v in given if isinstance(v, float)))  # 0.0 == -0.0, but 1 / 0.0 != 1 / -0.0
     node = _built.get(key)
     if node is None:
         try:
-            node = Node(op, args, said, inferred(op, args, said))
+            node = Node(op, args, given, inferred(op, args, given))
         except WeftError as e:
             raise e.at(user_line()) from None
         _built[key] = node
-    for heard in _listeners:
-        heard(node)
+    for listener in _listeners:
+        listener(node)
     return node
 
 
-def inferred(op: Op, args: tuple[Node, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
+def inferred(op: Op, args: tuple[Node, ...], given: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
     """The types of an op's values, worked out once for operands of the same types: the blocks of a model are the same."""
     if op.is_item:
-        return (args[0].types[dict(said)["index"]],)
-    return _inferred(op, tuple(_one(a, op) for a in args), said)
+        return (args[0].types[dict(given)["index"]],)
+    return _inferred(op, tuple(_one(a, op) for a in args), given)
 
 
 @lru_cache(maxsize=1 << 16)
-def _inferred(op: Op, types: tuple[Type, ...], said: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
-    found = op.infer(types, dict(said))
+def _inferred(op: Op, types: tuple[Type, ...], given: tuple[tuple[str, Any], ...]) -> tuple[Type, ...]:
+    found = op.infer(types, dict(given))
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -405,23 +405,23 @@ def apply(op: Op, args: tuple[Any, ...], attrs: Attrs) -> Any:
     return make(op, tuple(_as_node(a, nodes, op) for a in flat), op.normal(attrs))
 
 
-def _as_node(value: Any, beside: list[Node], op: Op) -> Node:
+def _as_node(value: Any, others: list[Node], op: Op) -> Node:
     if isinstance(value, Node):
         return value
-    if isinstance(value, (bool, int, float)) and beside:
-        return constant(value, _number_dtype(value, beside), beside[0].mesh)
+    if isinstance(value, (bool, int, float)) and others:
+        return constant(value, _number_dtype(value, others), others[0].mesh)
     raise TypeMismatch(
         f"{op.name} cannot take {type(value).__name__}", needed="program values, or numbers with at least one", found=repr(value)
     )
 
 
-def _number_dtype(value: float, beside: list[Node]) -> torch.dtype:
-    floats = [n.type.dtype for n in beside if n.type.dtype.is_floating_point]
+def _number_dtype(value: float, others: list[Node]) -> torch.dtype:
+    floats = [n.type.dtype for n in others if n.type.dtype.is_floating_point]
     if floats:
         return floats[0]
     if isinstance(value, float):
         return torch.float32
-    return beside[0].type.dtype
+    return others[0].type.dtype
 
 
 def constant(value: float, dtype: torch.dtype, mesh: Mesh) -> Node:
@@ -430,13 +430,13 @@ def constant(value: float, dtype: torch.dtype, mesh: Mesh) -> Node:
 
 
 @contextmanager
-def listening(heard: Callable[[Node], None]) -> Iterator[None]:
-    """Tells `heard` of every node asked for meanwhile."""
-    _listeners.append(heard)
+def listening(listener: Callable[[Node], None]) -> Iterator[None]:
+    """Tell `listener` of every node that is made meanwhile."""
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(heard)
+        _listeners.remove(listener)
 
 
 def toposort(roots: Iterable[Node]) -> list[Node]:

@@ -150,10 +150,10 @@ def short(value: Any) -> str:
     if isinstance(value, (list, dict)) and len(value) > 8:
         first = ", ".join(short(name) for name in list(value)[:3])
         return f"a list of {len(value):,}" if isinstance(value, list) else f"an object with {first} and {len(value) - 3:,} more keys"
-    told = repr(value[:100] if isinstance(value, str) else value)
-    return told if len(told) <= 100 else told[:97] + "..."
+    text = repr(value[:100] if isinstance(value, str) else value)
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _under(path: str, name: str) -> str:
-    told = name if len(name) <= 60 else name[:57] + "..."
-    return f"{path}.{told}" if path else told
+    text = name if len(name) <= 60 else name[:57] + "..."
+    return f"{path}.{text}" if path else text

@@ -31,8 +31,8 @@ def _names_can_be_read_back(p: Program) -> str | None:
 
 def _inputs_are_declared(p: Program) -> str | None:
     declared = set(p.inputs)
-    stray = [n for n in p.nodes if n.op.is_input and n not in declared]
-    return f"input {stray[0].attr('name')!r} is read but not declared" if stray else None
+    unknown = [n for n in p.nodes if n.op.is_input and n not in declared]
+    return f"input {unknown[0].attr('name')!r} is read but not declared" if unknown else None
 
 
 def _one_mesh(p: Program) -> str | None:
@@ -65,8 +65,8 @@ def groups_are_disjoint(p: Program) -> str | None:
         members = Counter(n for g in p.groups if g.kind == kind for n in g.nodes)
         if any(k > 1 for k in members.values()):
             return f"a node is in two {kind} groups"
-    stray = [n for g in p.groups for n in g.nodes if n not in p.node_set]
-    return f"a group holds {stray[0].op.name}, which is not in the program" if stray else None
+    unknown = [n for g in p.groups for n in g.nodes if n not in p.node_set]
+    return f"a group holds {unknown[0].op.name}, which is not in the program" if unknown else None
 
 
 def _groups_are_closed(p: Program) -> str | None:
@@ -88,7 +88,7 @@ def leaves_and_returns(p: Program, group: set[Node]) -> Node | None:
 
     A way may enter another group at one node and leave it at any other, since that group runs as one too.
     """
-    whole = {n: k for k, g in enumerate(p.groups) if group.isdisjoint(g.nodes) for n in g.nodes}
+    full = {n: k for k, g in enumerate(p.groups) if group.isdisjoint(g.nodes) for n in g.nodes}
     members = {k: g.nodes for k, g in enumerate(p.groups)}
     after: set[Node] = set()
     todo = [u for n in group for u in p.users.get(n, ())]
@@ -97,8 +97,8 @@ def leaves_and_returns(p: Program, group: set[Node]) -> Node | None:
         if n not in after and n not in group:
             after.add(n)
             todo += p.users[n]
-            if n in whole:
-                todo += members.pop(whole[n], ())
+            if n in full:
+                todo += members.pop(full[n], ())
     return next((a for n in p.nodes if n in group for a in n.args if a in after), None)
 
 

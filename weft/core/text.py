@@ -47,8 +47,8 @@ def _literal_everywhere(program: Program, node: Node) -> bool:
 
 
 def _is_literal(user: Node, node: Node) -> bool:
-    beside = [a for a in user.args if not a.op.is_number]
-    return bool(beside) and len(beside[0].types) == 1 and _number_dtype(node.attr("value"), beside) == node.dtype
+    others = [a for a in user.args if not a.op.is_number]
+    return bool(others) and len(others[0].types) == 1 and _number_dtype(node.attr("value"), others) == node.dtype
 
 
 def node_lines(program: Program) -> dict[Node, str]:
@@ -88,9 +88,9 @@ def excerpt(program: Program, marked: Node, around: int = 3) -> str:
     """A few lines of the program with one node marked."""
     lines, named = node_lines(program), node_names(program)
     order = [n for n in program.nodes if n in named]
-    near = set(marked.args) | {marked, *program.users.get(marked, ())}
+    neighbours = set(marked.args) | {marked, *program.users.get(marked, ())}
     at = order.index(marked) if marked in order else 0
-    keep = [n for i, n in enumerate(order) if n in near or abs(i - at) < around]
+    keep = [n for i, n in enumerate(order) if n in neighbours or abs(i - at) < around]
     return "\n".join(f"  {'>' if n is marked else ' '} {lines[n]}" for n in keep)
 
 
@@ -123,8 +123,8 @@ def parse(text: str) -> Program:
 
 def _on_line(i: int, line: str, program: str, e: Exception) -> ParseError:
     needed, found = getattr(e, "needed", None), getattr(e, "found", None) or line
-    said = getattr(e, "message", None) or (str(e) if isinstance(e, (KeyError, ValueError, SyntaxError, TypeError)) else f"{type(e).__name__}: {e}")
-    return ParseError(f"line {i} of program {program}: {said}", needed=needed, found=found)
+    message = getattr(e, "message", None) or (str(e) if isinstance(e, (KeyError, ValueError, SyntaxError, TypeError)) else f"{type(e).__name__}: {e}")
+    return ParseError(f"line {i} of program {program}: {message}", needed=needed, found=found)
 
 
 class _Reader:
@@ -229,7 +229,7 @@ def read_type(text: str, mesh: Mesh) -> Type:
         raise ParseError("not a type", needed="dtype[dims] axis:placement ...", found=text)
     dims = [[Atom(int(n)) for n in d.split("*")] for d in m[2].split(",") if d.strip()]
     places = dict(p.split(":", 1) for p in m[3].split() if ":" in p)
-    held: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for axis, place in places.items():
         mesh.require(axis)
         if not (known := _PLACE.fullmatch(place)):
@@ -238,9 +238,9 @@ def read_type(text: str, mesh: Mesh) -> Type:
         if letter == "S":
             _shard_dim(dims, axis, int(what), int(known["atom"] or 0), text)
         elif letter != "R":
-            held[axis] = P(what or "sum") if letter == "P" else O(int(what))
+            placements[axis] = P(what or "sum") if letter == "P" else O(int(what))
     layout = Layout(mesh, tuple(canonical(tuple(d), mesh) for d in dims))
-    for axis, pending in held.items():
+    for axis, pending in placements.items():
         layout = layout.hold(axis, pending)
     return Type(dtype_of(m[1]), layout)
 

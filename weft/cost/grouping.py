@@ -155,14 +155,14 @@ class Kernels:
     def _unfused(self, n: Node) -> Iterator[Op]:
         """One op as that system ran it: losses step by step, masks of what a lookup finds in its slice, gradients of the weights of norms
         by two kernels that read all again."""
-        ahead, whole = n in self.ahead, n.op.kind is Kind.WHOLE
-        if whole and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
+        ahead, full = n in self.ahead, n.op.kind is Kind.WHOLE
+        if full and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
             yield MemoryBound(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
             return
         yield from self._work.of(n)
-        if whole and n.op.local is not None and len(n.args) > 1 and n.args[0].layout.largest_local != n.args[0].shape:
+        if full and n.op.local is not None and len(n.args) > 1 and n.args[0].layout.largest_local != n.args[0].shape:
             yield MemoryBound("which are at hand", 0.0, 0, 4)
-        if whole and not ahead and len(n.types) > 1:
+        if full and not ahead and len(n.types) > 1:
             yield MemoryBound(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
 
     def _chain(self, nodes: Sequence[Node]) -> Iterator[MemoryBound]:

@@ -13,9 +13,9 @@ FRAGMENTATION = 0.04  # of what is allocated; the caching allocator keeps blocks
 RESIDENT = 1.5e9  # context, kernels, and buffers of the communication library, none of it seen by the allocator
 
 
-def needed(held: float) -> float:
+def needed(stored: float) -> float:
     """Bytes a device must have where so many are in use."""
-    return held * (1 + FRAGMENTATION) + RESIDENT
+    return stored * (1 + FRAGMENTATION) + RESIDENT
 
 
 def room(memory: float) -> float:

@@ -27,15 +27,15 @@ def passes(orders: Sequence[Sequence[Pass]], seconds: Seconds, routes: Routes, o
     several = any(chunk for order in orders for _, chunk, _ in order)
     sent = {(g, kind): routes(g, kind) for kind, g, _ in keys}
     for i, (kind, g, micro) in enumerate(keys):
-        for reader, travels in sent[g, kind].items():
+        for reader, seconds_between in sent[g, kind].items():
             waits = after[index[kind, reader, micro]]
             if overlap and reader % ranks != g % ranks:
                 waits.append(first + len(keys) + len(links))
                 name = pass_name(kind, micro, g // ranks, several)
-                links.append(Task(name, f"stage {g % ranks} to stage {reader % ranks}", travels, (first + i,), "pp"))
+                links.append(Task(name, f"stage {g % ranks} to stage {reader % ranks}", seconds_between, (first + i,), "pp"))
             else:
                 waits.append(first + i)
-                blocked[i] += travels if reader % ranks != g % ranks else 0.0
+                blocked[i] += seconds_between if reader % ranks != g % ranks else 0.0
     made = [
         Task(pass_name(kind, micro, g // ranks, several), f"stage {g % ranks}", seconds(g, kind) + blocked[i], tuple(after[i]), kind)
         for i, (kind, g, micro) in enumerate(keys)
@@ -47,7 +47,7 @@ def pass_name(kind: str, micro: int, chunk: int, several: bool) -> str:
     return f"{kind} {micro}" + (f" of chunk {chunk}" if several else "")
 
 
-def neighbours(places: Sequence[int], ranks: int, travels: Callable[[int], float]) -> Routes:
+def neighbours(places: Sequence[int], ranks: int, seconds_between: Callable[[int], float]) -> Routes:
     """Each stage reads of the next before it, and of the next behind it in the backward pass; `places` are their numbers, first to last, and
     `travels(k)` is of what lies behind the k-th."""
     at = {g: k for k, g in enumerate(places)}
@@ -55,7 +55,7 @@ def neighbours(places: Sequence[int], ranks: int, travels: Callable[[int], float
     def routes(g: int, kind: str) -> Mapping[int, float]:
         k = at[g]
         reader, behind = {"forward": (k + 1, k), "backward": (k - 1, k - 1)}.get(kind, (-1, -1))
-        return {places[reader]: travels(behind) if ranks > 1 else 0.0} if 0 <= reader < len(places) else {}
+        return {places[reader]: seconds_between(behind) if ranks > 1 else 0.0} if 0 <= reader < len(places) else {}
 
     return routes
 

@@ -29,7 +29,7 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None, above:
     those at one stage of it. `above` makes more tasks of what ran from when until when, such as bands of phases and layers."""
     program = by_rows(program)
     walker = Walk(on_mesh(cluster, program.mesh))
-    at, held = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
+    at, alive = {n: i for i, n in enumerate(program.nodes)}, live_bytes(program)
     causes: dict[str, float] = defaultdict(float)
     copied: dict[Node, float] = {}  # copies to and from the host, and when they end
     tasks: list[tuple[Task, float]] = []
@@ -53,7 +53,7 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None, above:
             walker.wait("pp", walker.now + send_seconds(cluster, nbytes(unit.type), program.mesh.size("pp")))
         spent = walker.now - began
         last = unit if isinstance(unit, Node) else max(unit.nodes, key=at.__getitem__)
-        memory.append((began, float(held[at[last]])))
+        memory.append((began, float(alive[at[last]])))
         if spent > 0:
             causes[why] += spent
             tasks.append((Task(name_of(unit), stream_of(why), spent, (), why), began))
@@ -61,7 +61,7 @@ def predict(program: Program, cluster: Cluster, stage: int | None = None, above:
     tasks = [*(above(program, spans) if above is not None else ()), *tasks]
     line = Timeline(tuple(t for t, _ in tasks), tuple(b for _, b in tasks), tuple(b + t.seconds for t, b in tasks))
     memory.append((walker.now, memory[-1][1] if memory else 0.0))
-    return Seen(walker.now * 1e3, max(held, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)
+    return Seen(walker.now * 1e3, max(alive, default=0) / 1e9, {k: v * 1e3 for k, v in causes.items()}, line, memory)
 
 
 def _item(node: Node) -> Node:

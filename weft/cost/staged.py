@@ -99,13 +99,13 @@ class StagedStep:
 
     def state(self, rank: int) -> float:
         """Bytes of parameters, buffers and optimizer state."""
-        held = (n for name, n in self.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
-        return float(sum(nbytes(n.type) for n in held if root_of(n) in (None, rank)))
+        stored = (n for name, n in self.update.input_names.items() if not name.startswith("d.") and n.types[0].shape)
+        return float(sum(nbytes(n.type) for n in stored if root_of(n) in (None, rank)))
 
     def kept(self, stage: StagePrograms) -> float:
         """Bytes of one micro-batch that later passes of a stage read."""
-        held = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
-        later = {n: x for p in stage.phases[1:] for n, x in p.input_names.items() if x.role not in held}
+        stored = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+        later = {n: x for p in stage.phases[1:] for n, x in p.input_names.items() if x.role not in stored}
         return float(sum(nbytes(x.type) for x in later.values()))
 
     def gradients(self, stage: StagePrograms) -> float:

@@ -272,14 +272,14 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
 
 def _in_pieces(node: Node) -> Iterator[Op]:
     """The op that a node does piece by piece: as much work in as many more and smaller calls, and copies to split operands and join results."""
-    whole, counts, moved = node.op.pieces(node)
+    full, counts, moved = node.op.pieces(node)
     many = math.prod(counts.values())
-    for op in of_node(whole):
+    for op in of_node(full):
         if isinstance(op, Gemm):
-            m, n, k, batch = matmul_sizes(whole, counts)
+            m, n, k, batch = matmul_sizes(full, counts)
             op = replace(op, m=m, n=n, k=k, batch=batch * many)
         yield replace(op, launches=op.launches * many)
-    yield MemoryBound(f"leaves of {whole.op.name}", float(moved), 0, 2 * many)
+    yield MemoryBound(f"leaves of {full.op.name}", float(moved), 0, 2 * many)
 
 
 def _outside(node: Node, enters: Sequence[bool], leaves: bool) -> Node:
@@ -318,8 +318,8 @@ def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
 def _written_here(node: Node) -> int:
     """Bytes a kernel writes of a value in its rank's own memory: of one it gathers, its slice; its peers write theirs."""
     of, picked = (node.args[0], slice(node.attr("index"), node.attr("index") + 1)) if node.op.is_item else (node, slice(None))
-    held = [a.type for a in of.args] if of.op is all_gather else of.types
-    return sum(nbytes(t) for t in held[picked])
+    types = [a.type for a in of.args] if of.op is all_gather else of.types
+    return sum(nbytes(t) for t in types[picked])
 
 
 def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
@@ -328,10 +328,10 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
     given = float(sum(nbytes(a.type) for a in node.args))
     taken = float(sum(nbytes(t) for t in node.types))
     if node.op in SENT:
-        whole = max(given, taken)
-        yield Collective(name, whole if node.op is all_gather else given, axis, name, peer=peer)
+        full = max(given, taken)
+        yield Collective(name, full if node.op is all_gather else given, axis, name, peer=peer)
         if not peer and _strided(node):
-            yield MemoryBound(f"{name} laid out", 2 * whole, 0)
+            yield MemoryBound(f"{name} laid out", 2 * full, 0)
         if not peer and _uneven(node):
             padded = {all_gather: taken if _strided(node) else 0.0, reduce_scatter: given}.get(node.op, given + taken)
             yield MemoryBound(f"{name} of uneven pieces", 2 * padded, 0)

@@ -46,7 +46,7 @@ class Exchange:
             return self._mine(x, shape)
         part, whole = local_shape_of(self.have, self.axis, dict(self.at)), self.have.uncut(self.axis)
         full = shape if self.kind == "all_gather" else _of_rows(whole.local_shape(dict(self.at)))
-        gathered = comm.all_gather(x, self.group, span=(-1, part.mine, part.after), whole=part.full, shape=full).wait()
+        gathered = comm.all_gather(x, self.group, span=(-1, part.mine, part.after), full=part.full, shape=full).wait()
         return gathered if self.kind == "all_gather" else self._mine(gathered, shape)
 
     def _mine(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -70,8 +70,8 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
     if node.op not in (slice_, all_reduce, reduce_scatter, all_gather, all_to_all):
         raise StructureError("a vertex function cannot do this collective", needed="a gather, a slice or a sum", found=node.op.name)
     for layout in (made.have, made.want):
-        cut = layout.where_sharded(axis)
-        if cut is not None and unit_of(layout.shape[cut[0]]):
+        shard = layout.where_sharded(axis)
+        if shard is not None and unit_of(layout.shape[shard[0]]):
             raise StructureError(
                 "vertices of a batch cannot be spread over ranks", needed="a sharding within the row of a vertex", found=str(layout),
                 try_="give full samples to ranks: dynamic.assign",

@@ -105,9 +105,9 @@ class Growing:
                 raise StructureError(f"vertex {vertices[here[0]]} gives no {name!r}", needed="a name its type gives", found=name)
             parts.append(values[torch.from_numpy(at[here] - self._starts[run]).to(values.device)])
             order.append(here)
-        whole = torch.cat(parts)
+        full = torch.cat(parts)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
-        return whole[back.to(whole.device)]
+        return full[back.to(full.device)]
 
     def _structure(self, fresh: range, before: list[int]) -> tuple[Structure, dict[str, Tensor]]:
         """The graph of one run: brought-in vertices first, then the new ones; and the rows all of them read."""

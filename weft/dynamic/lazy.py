@@ -169,13 +169,13 @@ class Call:
 
     def close(self) -> None:
         """The call becomes a vertex; results somebody still holds become what it scatters."""
-        held = [lazy for w in self.results if (lazy := w()) is not None]
-        if not held:
+        alive = [lazy for w in self.results if (lazy := w()) is not None]
+        if not alive:
             return
-        outs = tuple((lazy.ref, lazy.meta_) for lazy in held)
+        outs = tuple((lazy.ref, lazy.meta_) for lazy in alive)
         kind = _recorder.kind((self.path, outs), self)
-        _recorder.add(kind, self.children, self.inputs, held)
-        for lazy in held:
+        _recorder.add(kind, self.children, self.inputs, alive)
+        for lazy in alive:
             lazy.call = None
 
 
@@ -251,11 +251,11 @@ class Recorder(threading.local):
         model = self.models[names]
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(any(p.takes_gradients for p in pending)):
             structure, inputs = _structure(pending, names)
-            held = _held(pending)
+            alive = _held(pending)
             every = dict.fromkeys(name for k in kinds.values() for name in k.states)
-            results = model(structure, inputs, at={o: np.array([v for v, _ in held.get(o, ())], np.int64) for o in every})
+            results = model(structure, inputs, at={o: np.array([v for v, _ in alive.get(o, ())], np.int64) for o in every})
             results = results if isinstance(results, dict) else {next(iter(every)): results}
-            for state, rows in held.items():
+            for state, rows in alive.items():
                 for (v, lazy), value in zip(rows, results[state].unbind(0), strict=True):
                     lazy.value, lazy.vertex = value if pending[v].takes_gradients else value.detach(), None
 

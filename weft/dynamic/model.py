@@ -151,11 +151,11 @@ class Model(nn.Module):
         known = self._made.variants.get(key, [])
         at = next((i for i, v in enumerate(known) if v.holds()), None)
         if at is None:
-            held = self.held()
+            tensors = self.held()
             try:
-                made = Variant(self.functions, self.states, inputs, held, self, reads_of(self.functions))
+                made = Variant(self.functions, self.states, inputs, tensors, self, reads_of(self.functions))
             except (RuntimeError, WeftError) as error:
-                raise _mixed_dtypes(inputs, held, structure) or error from error
+                raise _mixed_dtypes(inputs, tensors, structure) or error from error
             known = self._made.variants[key] = [made, *known[: VARIANTS - 1]]
         elif at:
             known.insert(0, known.pop(at))
@@ -266,9 +266,9 @@ def _first_reader(s: Structure, sample: int) -> int:
     return int(np.argmax(rows >= 0)) if len(rows) else 0
 
 
-def _mixed_dtypes(inputs: Inputs, held: list[Tensor], s: Structure | None) -> StructureError | None:
+def _mixed_dtypes(inputs: Inputs, tensors: list[Tensor], s: Structure | None) -> StructureError | None:
     """The error for a function that failed because an input has another dtype than its parameters."""
-    ours = next((t.dtype for t in held if t.dtype.is_floating_point), None)
+    ours = next((t.dtype for t in tensors if t.dtype.is_floating_point), None)
     for name, x in inputs.items():
         if ours is not None and x.dtype.is_floating_point and x.dtype != ours:
             sample, vertex = (0, 0) if s is None or not len(s) else s.sample_of(int(np.argmax(s.row >= 0)))

@@ -89,17 +89,17 @@ def _outside(recorder: Recorder) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
     known = {id(real): (real, tape.traced[id(real)]) for real in tape.reals.values()}
     real = {id(traced): x for x, traced in known.values()}
     tables = [(table, dict(table)) for m in tape.model.modules() for table in (m._parameters, m._buffers)]
-    heard = nn.Module.__call__
+    original_call = nn.Module.__call__
     try:
-        for table, held in tables:
-            table.update({k: real.get(id(t), t) for k, t in held.items()})
+        for table, saved in tables:
+            table.update({k: real.get(id(t), t) for k, t in saved.items()})
         nn.Module.__call__ = nn.Module._wrapped_call_impl  # type: ignore[method-assign]
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             yield known
     finally:
-        nn.Module.__call__ = heard  # type: ignore[method-assign]
-        for table, held in tables:
-            table.update(held)
+        nn.Module.__call__ = original_call  # type: ignore[method-assign]
+        for table, saved in tables:
+            table.update(saved)
 
 
 # -- running ---------------------------------------------------------------------------------------------------------------------------
@@ -155,11 +155,11 @@ class Rounds:
     def backward(
         self, cts: Sequence[Tensor], graphs: Tensor, hands: Tensor, tensors: Sequence[Tensor], wants: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        held = self._saved.pop(_key(graphs, hands, tensors), None)
-        if held is None:
+        saved = self._saved.pop(_key(graphs, hands, tensors), None)
+        if saved is None:
             self.forward(graphs, hands, tensors, wants)
-            held = self._saved.pop(_key(graphs, hands, tensors))
-        _, call, rows, dtype = held
+            saved = self._saved.pop(_key(graphs, hands, tensors))
+        _, call, rows, dtype = saved
         at = torch.from_numpy(rows).to(cts[0].device)
         found = call.backward([ct.index_select(0, at).to(dtype).contiguous() for ct in cts], None)
         keys = [*(Source("pull", n) for n in self.inputs), *map(id, self.weights)]
@@ -216,10 +216,10 @@ def _key(graphs: Tensor, hands: Tensor, tensors: Sequence[Tensor]) -> Any:
 
 def _hand(s: Structure, hands: Tensor) -> Ints:
     """The samples of some hands. All are halved by predicted time, and halved again: ranks that hold equal parts of the hands have equal work."""
-    held, found, sizes = set(hands.tolist()), list[int](), Sizes.of(s)
+    saved, found, sizes = set(hands.tolist()), list[int](), Sizes.of(s)
 
     def halve(samples: Ints, low: int, high: int) -> None:
-        mine = len(held.intersection(range(low, high)))
+        mine = len(saved.intersection(range(low, high)))
         if mine == high - low:
             found.extend(samples.tolist())
         elif mine:

@@ -31,12 +31,12 @@ class Variant:
     @by_itself()
     def __init__(
         self, functions: Mapping[str, Function], states: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Tensor],
-        held: list[Tensor], model: nn.Module | None = None, reads: Reads | None = None,
+        tensors: list[Tensor], model: nn.Module | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
         """`reads` notes what the functions read of Python."""
-        every = [*held, *inputs.values()]
+        every = [*tensors, *inputs.values()]
         self.dtype = next((t.dtype for t in every if t.dtype.is_floating_point), torch.get_default_dtype())
-        self.device = next((t.device for t in [*inputs.values(), *held]), torch.device("cpu"))
+        self.device = next((t.device for t in [*inputs.values(), *tensors]), torch.device("cpu"))
         pulls = {k: (tuple(v.shape[1:]), v.dtype) for k, v in inputs.items()}
         names = _weight_names(functions, model)
         self.python = reads
@@ -82,8 +82,8 @@ def held_by(function: Any) -> list[Tensor]:
         return [owner]
     if not isinstance(function, FunctionType):
         return []
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [t for h in held for t in held_by(h)]
+    tensors = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [t for h in tensors for t in held_by(h)]
 
 
 @by_itself()
@@ -144,8 +144,8 @@ def _terms(f: VertexProgram, state: str, node: Node) -> dict[tuple[str, ...], No
             (same if n.op.name == "take" and n.args[1] is at and n.attr("dim") == 0 else other).append(n)
     if not same:
         return {(state, "edge"): node}
-    whole = functools.reduce(add, [n.args[0] for n in reversed(same)])
-    return {(state, "vertex"): whole, **({(state, "edge"): functools.reduce(add, reversed(other))} if other else {})}
+    full = functools.reduce(add, [n.args[0] for n in reversed(same)])
+    return {(state, "vertex"): full, **({(state, "edge"): functools.reduce(add, reversed(other))} if other else {})}
 
 
 def _drop_unused(made: dict[CellKey, VertexProgram]) -> set[tuple[str, ...]]:

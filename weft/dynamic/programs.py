@@ -32,30 +32,30 @@ def program(model: Model, inputs: Any = None, kind: str = "vertex") -> VertexPro
 
 
 def shard(
-    whole: VertexProgram, mesh: Mesh, states: Mapping[str, Placement], weights: Mapping[str, Placement], rank: int,
+    full: VertexProgram, mesh: Mesh, states: Mapping[str, Placement], weights: Mapping[str, Placement], rank: int,
     groups: collective.Groups | None = None, axis: str = "tp",
 ) -> tuple[VertexProgram, dict[str, tuple[int, ...]]]:  # fmt: skip
     """This rank's vertex function, and the shapes of its states.
 
     Placements of states count dims without the rows; weights go by the names they have in the program, without `param.`.
     """
-    unknown = [w for w in weights if f"param.{w}" not in whole.weights]
+    unknown = [w for w in weights if f"param.{w}" not in full.weights]
     if unknown:
         raise StructureError(
-            f"no weight is called {unknown[0]!r}", needed=", ".join(n.removeprefix("param.") for n in whole.weights), found=unknown[0]
+            f"no weight is called {unknown[0]!r}", needed=", ".join(n.removeprefix("param.") for n in full.weights), found=unknown[0]
         )
     rows = {name: _with_rows(p) for name, p in states.items()}
-    inputs = {n: {axis: rows[s.name]} for n, s in whole.sources.items() if s.role in ("slot", "edge") and s.name in rows}
+    inputs = {n: {axis: rows[s.name]} for n, s in full.sources.items() if s.role in ("slot", "edge") and s.name in rows}
     inputs |= {f"param.{w}": {axis: p} for w, p in weights.items()}
-    placed = place(whole.program, mesh, inputs)
-    want = {n: Layout.of(mesh, placed.output_names[n].shape, {axis: rows[s]} if s in rows else {}) for n, s in whole.states.items()}
-    want |= {n: Layout.of(mesh, placed.output_names[n].shape) for n in whole.outputs}
+    placed = place(full.program, mesh, inputs)
+    want = {n: Layout.of(mesh, placed.output_names[n].shape, {axis: rows[s]} if s in rows else {}) for n, s in full.states.items()}
+    want |= {n: Layout.of(mesh, placed.output_names[n].shape) for n in full.outputs}
     placed = placed.with_outputs([(n, _in_layout(node, want[n])) for n, node in placed.outputs], "as the states are laid out")
     at = mesh.coords(rank)
-    local = {s: placed.output_names[n].layout.local_shape(at)[1:] for n, s in whole.states.items()}
+    local = {s: placed.output_names[n].layout.local_shape(at)[1:] for n, s in full.states.items()}
     inputs_of = placed.input_names
-    shares = {n: nn.Parameter(_share(w.detach(), inputs_of[n].layout, at), w.requires_grad) for n, w in whole.weights.items()}
-    return replace(whole, program=placed, weights=shares, at=dict(at), groups=groups or {}), local
+    shares = {n: nn.Parameter(_share(w.detach(), inputs_of[n].layout, at), w.requires_grad) for n, w in full.weights.items()}
+    return replace(full, program=placed, weights=shares, at=dict(at), groups=groups or {}), local
 
 
 def _in_layout(node: Node, want: Layout) -> Node:

@@ -185,9 +185,9 @@ class Kind:
 def _cell(cell: Any) -> Callable[..., Any]:
     """A recurrent cell as the ops it is made of, which torch.vmap takes."""
 
-    def call(x: Tensor, state: Any, way: Tensor, recurrent: Tensor, *biases: Tensor | None) -> Any:
+    def call(x: Tensor, state: Any, weight: Tensor, recurrent: Tensor, *biases: Tensor | None) -> Any:
         gave, inner = [b for b in biases if b is not None], state if isinstance(state, (tuple, list)) else (state,)
-        found = cell(F.linear(x, way, gave[0] if gave else None), tuple(inner), recurrent, gave[1] if gave else None)
+        found = cell(F.linear(x, weight, gave[0] if gave else None), tuple(inner), recurrent, gave[1] if gave else None)
         return found if isinstance(state, (tuple, list)) else found[0]
 
     return call

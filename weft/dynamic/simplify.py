@@ -149,10 +149,10 @@ def _narrowed(f: VertexProgram) -> VertexProgram:
         f = f.with_nodes(swap, "pointwise ops in parts")
 
 
-def _part(operand: Node, whole: Node, cut: Node) -> Node:
-    if not operand.ndim or operand.shape[-1] != whole.shape[-1] or whole.shape[-1] == 1:
+def _part(operand: Node, full: Node, part: Node) -> Node:
+    if not operand.ndim or operand.shape[-1] != full.shape[-1] or full.shape[-1] == 1:
         return operand
-    return narrow(operand, operand.ndim - 1, cut.attr("start"), cut.attr("stop"), cut.attr("step"))  # type: ignore[no-any-return]
+    return narrow(operand, operand.ndim - 1, part.attr("start"), part.attr("stop"), part.attr("step"))  # type: ignore[no-any-return]
 
 
 # -- matmuls with gathered states ------------------------------------------------------------------------------------------------------

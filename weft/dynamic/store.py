@@ -136,10 +136,10 @@ def _folded(node: Node) -> tuple[int, int]:
     slices = node.shape[at] // _unit(node)
     for x in (a for a in node.args if domain(a) == domain(node)):
         here = _row_dim(x)
-        held = _folded(x)[0] if x.shape[here] > _unit(x) else 1
+        folded = _folded(x)[0] if x.shape[here] > _unit(x) else 1
         if node.op.name == "reshape":
-            before = held * prod(x.shape[:here]) // prod(node.shape[:at])
+            before = folded * prod(x.shape[:here]) // prod(node.shape[:at])
             return before, slices // before
         if x.shape[here] == node.shape[at]:
-            return held, slices // held
+            return folded, slices // folded
     return 1, slices

@@ -256,10 +256,10 @@ def join(parts: Sequence[Structure], rows: Sequence[int] | None = None) -> Struc
         pieces["sample"].append(part.sample[:-1] + at)
         pieces["kind"].append(np.array([kinds.index(k) for k in part.kinds], np.int64)[part.kind])
         at, edge = at + part.vertices, edge + len(part.child)
-    whole = {name: np.concatenate([*parts_, np.empty(0, np.int64)]) for name, parts_ in pieces.items()}
-    whole["first"] = np.append(whole["first"], edge)
-    whole["sample"] = np.append(whole["sample"], at)
-    return Structure(**whole, kinds=kinds)
+    full = {name: np.concatenate([*parts_, np.empty(0, np.int64)]) for name, parts_ in pieces.items()}
+    full["first"] = np.append(full["first"], edge)
+    full["sample"] = np.append(full["sample"], at)
+    return Structure(**full, kinds=kinds)
 
 
 def _from_pairs(pairs: Ints, sizes: Ints, kind: str, kinds: Sequence[Sequence[str]], inputs: str) -> Structure:

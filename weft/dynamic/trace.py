@@ -199,16 +199,16 @@ def _plainer(program: Program) -> dict[Node, Node]:
     return found
 
 
-def _chunk(cut: Node, shape: Shape) -> Node | None:
+def _chunk(part: Node, shape: Shape) -> Node | None:
     """What a narrow of a view gives, as a narrow of what is viewed."""
-    if cut.op is not narrow_op or cut.args[0].op is not reshape_op or cut.attr("dim") != cut.ndim - 2:
+    if part.op is not narrow_op or part.args[0].op is not reshape_op or part.attr("dim") != part.ndim - 2:
         return None
-    (view,) = cut.args
+    (view,) = part.args
     (x,) = view.args
-    if x.shape[:-1] != view.shape[:-2] or shape != (*x.shape[:-1], cut.shape[-2] * cut.shape[-1]):
+    if x.shape[:-1] != view.shape[:-2] or shape != (*x.shape[:-1], part.shape[-2] * part.shape[-1]):
         return None
-    start, stop, size = cut.attr("start"), cut.attr("stop"), cut.shape[-1]
-    return narrow(x, x.ndim - 1, start * size, stop * size) if cut.attr("step") == 1 else None  # type: ignore[no-any-return]
+    start, stop, size = part.attr("start"), part.attr("stop"), part.shape[-1]
+    return narrow(x, x.ndim - 1, start * size, stop * size) if part.attr("step") == 1 else None  # type: ignore[no-any-return]
 
 
 def _as_written(f: VertexProgram, name: str, states: Mapping[str, Shape], pulls: Mapping[str, tuple[Shape, torch.dtype]]) -> VertexProgram:

@@ -87,13 +87,13 @@ class Costs:
     def of_schedule(self, schedule: Schedule) -> list[PhaseTime]:
         """The phases of a step, one after the other, as the engine takes them."""
         names = {k: b.name(schedule.structure.kinds) for k, b in schedule.blocks.items()}
-        whole = {names[k]: b.count for k, b in schedule.blocks.items()}
+        full = {names[k]: b.count for k, b in schedule.blocks.items()}
         rounds = [(names[r.klass], r.stop - r.start) for r in schedule.rounds]
-        order = [(name, phase, rows) for phase in ("weights", "eager") for name, rows in whole.items()]
+        order = [(name, phase, rows) for phase in ("weights", "eager") for name, rows in full.items()]
         order += [(name, "rounds", rows) for name, rows in rounds]
-        order += [(name, phase, rows) for phase in ("late", "before") for name, rows in whole.items()]
+        order += [(name, phase, rows) for phase in ("late", "before") for name, rows in full.items()]
         order += [(name, "back", rows) for name, rows in reversed(rounds)]
-        order += [(name, "after", rows) for name, rows in whole.items()]
+        order += [(name, "after", rows) for name, rows in full.items()]
         out: list[PhaseTime] = []
         now = self.around.get("prepare", 0.0) * schedule.structure.vertices
         for name, phase, rows in order:

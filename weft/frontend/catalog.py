@@ -131,11 +131,11 @@ def _instead(name: str) -> list[str]:
         return [f"{name}:make, if make is what returns (model, loss, batch)"]
     if Path(name).is_dir():
         return [f"hf:{name}"] if (Path(name) / "config.json").is_file() else [f"hf:{name}, once a config.json is in that folder"]
-    near = get_close_matches(name.rpartition("/")[2].lower(), _entries, n=4, cutoff=0.6)
+    close = get_close_matches(name.rpartition("/")[2].lower(), _entries, n=4, cutoff=0.6)
     if "/" in name:  # as models are named on a hub
         folder = name.rpartition("/")[2]
-        near.append(f"hf download {name} config.json --local-dir {folder}, then hf:{folder}")
-    return near or [", ".join(names())]
+        close.append(f"hf download {name} config.json --local-dir {folder}, then hf:{folder}")
+    return close or [", ".join(names())]
 
 
 def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
@@ -143,8 +143,8 @@ def resized(model: Entry, changes: Mapping[str, Any]) -> Any:
     known = [f.name for f in dataclasses.fields(model.settings)]
     for key in changes:
         if key not in known:
-            near = get_close_matches(key, known, n=3, cutoff=0.5)
-            raise UnknownName(f"{model.name} has no setting {key!r}", needed=", ".join(known), found=key, try_=near)
+            close = get_close_matches(key, known, n=3, cutoff=0.5)
+            raise UnknownName(f"{model.name} has no setting {key!r}", needed=", ".join(known), found=key, try_=close)
         now = getattr(model.settings, key)
         if isinstance(now, int) and not isinstance(now, bool) and (not isinstance(changes[key], int) or changes[key] < 0):
             raise UnknownName(

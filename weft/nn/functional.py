@@ -60,23 +60,23 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        dx, whole = gather_matmul(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.strategy)
-        return dx, whole.T @ x, None, None
+        dx, full = gather_matmul(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.strategy)
+        return dx, full.T @ x, None, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, group: Any, strategy: Strategy | None) -> Tensor:
-        y, whole = gather_matmul(x, w, group, strategy, keep=ctx.needs_input_grad[1])
-        ctx.save_for_backward(whole, w)
+        y, full = gather_matmul(x, w, group, strategy, keep=ctx.needs_input_grad[1])
+        ctx.save_for_backward(full, w)
         ctx.group, ctx.strategy = group, strategy
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        whole, w = ctx.saved_tensors
+        full, w = ctx.saved_tensors
         dx = matmul_reduce_scatter(dy.contiguous(), w.T.contiguous(), ctx.group, ctx.strategy)
-        return dx, None if whole is None else dy.T @ whole, None, None
+        return dx, None if full is None else dy.T @ full, None, None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -100,9 +100,9 @@ class Space:
     def fetch(self, targets: list[Tensor], sources: list[Tensor], strategy: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
         if strategy.by in ("mover", "flow") and self.peers.target == "triton":
-            mover = self._mover = self._mover or CopyKernel(targets[0].device, self.peers.world)
-            mover.move(targets, sources, strategy.blocks, flow=strategy.by == "flow")
-            return [functools.partial(mover.wait, k) for k in range(len(targets))], mover.rest
+            copier = self._mover = self._mover or CopyKernel(targets[0].device, self.peers.world)
+            copier.move(targets, sources, strategy.blocks, flow=strategy.by == "flow")
+            return [functools.partial(copier.wait, k) for k in range(len(targets))], copier.rest
         arrived: list[Callable[[], None]] = []
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source, strategy)

@@ -87,9 +87,9 @@ def _reduced(xs: Locals, source: Layout, attrs: Attrs) -> torch.Tensor:
 def _pick(x: torch.Tensor, have: Layout, at: Mapping[str, int], want: Layout, there: Mapping[str, int]) -> torch.Tensor:
     """The part of a local tensor that another place wants; it must hold all of it."""
     for d in range(have.rank):
-        held, wanted = have.positions(d, at), want.positions(d, there)
-        if held.shape != wanted.shape or not torch.equal(held, wanted):
-            x = x.index_select(d, torch.searchsorted(held, wanted).to(x.device))
+        stored, wanted = have.positions(d, at), want.positions(d, there)
+        if stored.shape != wanted.shape or not torch.equal(stored, wanted):
+            x = x.index_select(d, torch.searchsorted(stored, wanted).to(x.device))
     return x
 
 
@@ -104,10 +104,10 @@ def _assemble(xs: Locals, places: Places, have: Layout, want: Layout, there: Map
     return out
 
 
-def _overlap(held: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in `held` and where in `wanted` their common indices stand; both are sorted."""
-    at = torch.searchsorted(held, wanted).clamp(max=max(len(held) - 1, 0))
-    hit = (held[at] == wanted) if len(held) else torch.zeros_like(wanted, dtype=torch.bool)
+def _overlap(stored: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in `stored` and where in `wanted` their common indices stand; both are sorted."""
+    at = torch.searchsorted(stored, wanted).clamp(max=max(len(stored) - 1, 0))
+    hit = (stored[at] == wanted) if len(stored) else torch.zeros_like(wanted, dtype=torch.bool)
     return at[hit], torch.nonzero(hit).reshape(-1)
 
 

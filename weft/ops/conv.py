@@ -286,11 +286,11 @@ def _with_edges(x: Node, axis: str, dim: int, before: int, after: int) -> Any:
 
 def _shifted(x: Node, axis: str, dim: int, by: int) -> Any:
     """Every block's neighbour, zeros where there is none."""
-    ranks, whole = x.shape[dim], all_gather(x, axis=axis)
+    ranks, full = x.shape[dim], all_gather(x, axis=axis)
     if by > 0:
-        moved = pad(narrow(whole, dim, 0, ranks - by), dim, by, 0)
+        moved = pad(narrow(full, dim, 0, ranks - by), dim, by, 0)
     else:
-        moved = pad(narrow(whole, dim, -by, ranks), dim, 0, -by)
+        moved = pad(narrow(full, dim, -by, ranks), dim, 0, -by)
     return slice_(moved, axis=axis, dim=dim)
 
 

@@ -29,15 +29,15 @@ def need_index(name: str, types: Types, *args: int) -> None:
             raise TypeMismatch(f"{name} looks up by integers", needed=needed, found=str(types[k]), where=user_line())
 
 
-def find(index: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find(index: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each index stands among the ascending rows held, and whether it is there at all."""
-    if not len(held):
+    if not len(stored):
         return torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
-    held = held.to(index.device, index.dtype)
+    stored = stored.to(index.device, index.dtype)
     traced = isinstance(index, FakeTensor)  # Inductor does not search in what it makes on the way; to count, it reads once
-    at = (held < index.unsqueeze(-1)).sum(-1) if traced else torch.searchsorted(held, index.contiguous())
-    at = at.clamp(max=len(held) - 1)
-    return at, held[at] == index
+    at = (stored < index.unsqueeze(-1)).sum(-1) if traced else torch.searchsorted(stored, index.contiguous())
+    at = at.clamp(max=len(stored) - 1)
+    return at, stored[at] == index
 
 
 def find_local(ctx: Local, index: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

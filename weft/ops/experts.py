@@ -44,10 +44,10 @@ def _equation(types: Types, attrs: Attrs) -> Equation:
     return Equation((TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)], (TOKENS,), whole=WHOLE)
 
 
-def _through(held: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, down: Tensor, *gate: Tensor, act: str) -> Tensor:
+def _through(stored: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, down: Tensor, *gate: Tensor, act: str) -> Tensor:
     """The sum over this rank's experts of what they make of the tokens that picked them."""
     out = torch.zeros_like(x)
-    for i, expert in enumerate(held.tolist()):
+    for i, expert in enumerate(stored.tolist()):
         token, place = torch.where(picks == expert)
         rows = x[token]
         y = rows @ up[i].T
@@ -61,11 +61,11 @@ def _run(*xs: Tensor, act: str, sent: str = "") -> Tensor:
     return _through(torch.arange(xs[3].shape[0]), *xs, act=act)
 
 
-def _back(held: Tensor, ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
+def _back(stored: Tensor, ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i != 1) for i, x in enumerate(xs)]
         wrt = [given[0], *given[2:]]
-        y = _through(held, *given, act=act)
+        y = _through(stored, *given, act=act)
         grads = torch.autograd.grad(y, wrt, ct, allow_unused=True) if y.requires_grad else [None] * len(wrt)  # no expert here
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wrt, strict=True))
 

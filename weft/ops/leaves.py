@@ -105,8 +105,8 @@ class _Leaf(Local):
         return _narrow(super().positions(arg, dim), self.eq.ins[arg][dim : dim + 1], self.spans)
 
     def run(self, arg: int, dim: int) -> range | None:
-        whole, (at, size) = super().run(arg, dim), self.spans.get(self.eq.ins[arg][dim], (0, 1 << 62))
-        return None if whole is None else whole[at : at + size]
+        full, (at, size) = super().run(arg, dim), self.spans.get(self.eq.ins[arg][dim], (0, 1 << 62))
+        return None if full is None else full[at : at + size]
 
     def out_positions(self, dim: int, out: int = 0) -> torch.Tensor:
         return _narrow(super().out_positions(dim, out), self.eq.outs[out][dim : dim + 1], self.spans)
@@ -183,11 +183,11 @@ def _matrices(x: torch.Tensor, more: int, leaf: int) -> list[torch.Tensor]:
 
 def _pieces(node: Node) -> tuple[Node, dict[str, int], int]:
     """The op in one piece, on how many leaves of each label the busiest rank computes it, and bytes: operands are copied, results joined."""
-    whole = make(op_named(node.attr("inner")), node.args, _inner(dict(node.attrs)))
+    full = make(op_named(node.attr("inner")), node.args, _inner(dict(node.attrs)))
     eq = _equation(tuple(a.type for a in node.args), dict(node.attrs))
     local = {x: n for labels, a in zip(eq.ins, node.args, strict=True) for x, n in zip(labels, a.type.layout.largest_local, strict=True)}
     counts = {label: -(-local[label] // leaf) for label, leaf in node.attr("leaves")}
-    return whole, counts, 2 * memory_traffic(whole) + 2 * sum(nbytes(t) for t in node.types) * (math.prod(counts.values()) > 1)
+    return full, counts, 2 * memory_traffic(full) + 2 * sum(nbytes(t) for t in node.types) * (math.prod(counts.values()) > 1)
 
 
 def _as_inner(*xs: Any, inner: str, leaves: Any, **attrs: Any) -> Any:

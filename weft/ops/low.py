@@ -64,8 +64,8 @@ def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
     if x.op is all_gather and len(x.args) == 1:
         low, scale = quantised(x.args[0], dims)
         how = dict(x.attrs)
-        cut = scale.layout.where_sharded(how["axis"]) is not None
-        return all_gather(low, **how), all_gather(scale, **how) if cut else scale
+        sharded = scale.layout.where_sharded(how["axis"]) is not None
+        return all_gather(low, **how), all_gather(scale, **how) if sharded else scale
     most = all_reduce_partials(amax(abs_(x), dims=dims, keepdim=True))
     scale = maximum(to_dtype(most, wide_dtype(x.dtype)), 1e-30) / MOST
     return cast(to_dtype(x, scale.dtype) / scale, dtype=LOW), scale
@@ -105,8 +105,8 @@ def in_blocks(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
             if not own.layout.is_even:
                 raise LayoutError("shards that differ in size", needed="equal ones", found=str(own.type))
             low, scale = in_blocks(own, dims)
-            cut = scale.layout.where_sharded(how["axis"]) is not None
-            return all_gather(low, axis=how["axis"]), all_gather(scale, axis=how["axis"]) if cut else scale
+            sharded = scale.layout.where_sharded(how["axis"]) is not None
+            return all_gather(low, axis=how["axis"]), all_gather(scale, axis=how["axis"]) if sharded else scale
     y = _split(x, dims)
     inner = tuple(d + sum(e <= d for e in dims) for d in dims)
     most = all_reduce_partials(amax(abs_(y), dims=inner, keepdim=True))
@@ -123,11 +123,11 @@ def block_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, weights: t
     summed = [c for c in a if c in b and c not in out][-1]
     rows = [[c for c in labels if c in out][-1] for labels in (a, b)]
     blocks = ["".join(c for c in labels if c == summed or weight and c == row) for labels, row, weight in zip((a, b), rows, weights, strict=True)]
-    cut = {c: c.upper() for k in blocks for c in k}
+    sharded = {c: c.upper() for k in blocks for c in k}
     parts = [in_blocks(v, tuple(labels.index(c) for c in sorted(k, key=labels.index))) for v, labels, k in zip((x, y), (a, b), blocks, strict=True)]
-    texts = ["".join(cut[c] + c if c in k else c for c in labels) for labels, k in zip((a, b), blocks, strict=True)]
-    scales = ["".join(cut[c] if c in k else c for c in labels) for labels, k in zip((a, b), blocks, strict=True)]
-    result = "".join(cut[c] + c if c in cut else c for c in out)
+    texts = ["".join(sharded[c] + c if c in k else c for c in labels) for labels, k in zip((a, b), blocks, strict=True)]
+    scales = ["".join(sharded[c] if c in k else c for c in labels) for labels, k in zip((a, b), blocks, strict=True)]
+    result = "".join(sharded[c] + c if c in sharded else c for c in out)
     (low_x, of_x), (low_y, of_y) = parts
     made = block_einsum(low_x, low_y, of_x, of_y, equation=f"{','.join((*texts, *scales))}->{result}", dtype=dtype)
     size = {c: n for labels, v in zip((a, b), (x, y), strict=True) for c, n in zip(labels, v.shape, strict=True)}

@@ -62,9 +62,9 @@ def independent_operands(node: Node) -> int:
     shapes = [a.shape for a in read] + [shape for _, shape in node.attr("gives")]
     if not read or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         return 0
-    alike = torch.Tag.pointwise in _torch_op(target).tags and len({len(shape) for shape in shapes}) == 1
+    same_rank = torch.Tag.pointwise in _torch_op(target).tags and len({len(shape) for shape in shapes}) == 1
     known = name == "convolution" or any(re.fullmatch(names, name) and min(len(a.shape) for a in read) >= n for n, names in APART)
-    return len(read) if alike or known else 0
+    return len(read) if same_rank or known else 0
 
 
 def _opaque_infer(types: Types, attrs: Attrs) -> Types:
@@ -77,8 +77,8 @@ def _owner_ranks(types: Types, target: str) -> dict[str, Placement]:
     """The one rank of each axis that has the operands, where not all have them; none may be sharded or partial."""
     at: dict[str, Placement] = {}
     for k, t in enumerate(types):
-        held = dict(t.layout.held)
-        if t.layout != Layout.of(t.mesh, t.shape, {a: p for a, p in held.items() if isinstance(p, O) and at.setdefault(a, p) == p}):
+        placements = dict(t.layout.held)
+        if t.layout != Layout.of(t.mesh, t.shape, {a: p for a, p in placements.items() if isinstance(p, O) and at.setdefault(a, p) == p}):
             raise TypeMismatch(
                 f"weft does not know {target}, so it is never sharded",
                 needed=f"operand {k} replicated on every rank, or on the one that has the others",

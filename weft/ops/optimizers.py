@@ -171,9 +171,9 @@ def _in_pieces(run: Callable[..., Values], xs: Sequence[torch.Tensor]) -> Any:
     for at in range(0, p.numel(), PIECE):
         some = run(*(x[at : at + PIECE] if x.dim() else x for x in flat))
         found = found or [torch.empty(p.numel(), dtype=y.dtype) for y in some]
-        for whole, y in zip(found, some, strict=True):
-            whole[at : at + PIECE] = y
-    return found[0].view(p.shape) if len(found) == 1 else tuple(whole.view(p.shape) for whole in found)
+        for result, y in zip(found, some, strict=True):
+            result[at : at + PIECE] = y
+    return found[0].view(p.shape) if len(found) == 1 else tuple(result.view(p.shape) for result in found)
 
 
 def _update(name: str, body: Arithmetic, **choices: Any) -> Any:

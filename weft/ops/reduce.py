@@ -130,8 +130,8 @@ def _var_mean_vjp(n: Node, ct: Node, ct_mean: Node) -> Any:
     x, dims, keepdim = n.args[0], n.attr("dims"), n.attr("keepdim", False)
     count = math.prod(x.shape[d] for d in norm_dims(dims, x.ndim))
     back, back_mean = (expand_like(stretch(c, x, dims, keepdim), x) for c in (ct, ct_mean))
-    apart = x - mean(x, dims, True)
-    return (back * (apart * (2.0 / (count - n.attr("less")))) + back_mean * (1.0 / count),)
+    centred = x - mean(x, dims, True)
+    return (back * (centred * (2.0 / (count - n.attr("less")))) + back_mean * (1.0 / count),)
 
 
 var_mean = define(

@@ -37,13 +37,13 @@ class Equation:
     sizes: Mapping[str, int] = field(default_factory=dict)  # of labels only an output has
 
     @staticmethod
-    def parse(text: str, whole: str = "", reduce: str = "sum", **sizes: int) -> Equation:
+    def parse(text: str, full: str = "", reduce: str = "sum", **sizes: int) -> Equation:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise OpDefinitionError("this is no index equation", needed="labels of operands -> labels of results", found=repr(text), try_="'i k, k j -> i j'")
         sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right)]
         ins = sides[0] if left.strip() else ()
-        return Equation(ins, sides[1], frozenset(whole.split()), reduce, sizes)
+        return Equation(ins, sides[1], frozenset(full.split()), reduce, sizes)
 
     def label(self, arg: int, dim: int) -> str:
         return self.ins[arg][dim]
@@ -139,11 +139,11 @@ def _infer_from_equation(op: Op, types: Types, attrs: Attrs, dtype: Callable[[Ty
     if eq is None or len(eq.ins) != len(types):
         raise _bad(op.name, types, f"{op.arity if eq is None else len(eq.ins)} operands", f"{len(types)}")
     labels = _bind(op.name, eq, types)
-    held = _placements_of(op.name, eq, types, labels, op.linear, op.monotone)
+    placements = _placements_of(op.name, eq, types, labels, op.linear, op.monotone)
     dtypes = dtype(types, attrs)
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(eq.outs)
     mesh = types[0].mesh if types else attrs["mesh"]
-    return tuple(_output(eq, out, d, mesh, labels, held) for out, d in zip(eq.outs, dtypes, strict=True))
+    return tuple(_output(eq, out, d, mesh, labels, placements) for out, d in zip(eq.outs, dtypes, strict=True))
 
 
 def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
@@ -181,16 +181,16 @@ def _require_uncut(name: str, types: Types, label: str, k: int, d: int, dim: Dim
 
 
 def _show_shard(dim: Dim) -> str:
-    cut = [f"{a.size} sharded by {', '.join(a.cut)}" for a in dim if a.cut]
-    return f"[{show_dim(dim)}: {'; '.join(cut)}]" if cut else f"[{show_dim(dim)}: unsharded]"
+    sharded = [f"{a.size} sharded by {', '.join(a.cut)}" for a in dim if a.cut]
+    return f"[{show_dim(dim)}: {'; '.join(sharded)}]" if sharded else f"[{show_dim(dim)}: unsharded]"
 
 
 def _repair(types: Types, a: int, b: int) -> str:
     for axis in types[a].mesh.axes:
         x, y = types[a].on(axis), types[b].on(axis)
         if isinstance(x, Replicated) != isinstance(y, Replicated):
-            whole = a if isinstance(x, Replicated) else b
-            return f"slice operand {whole} along {axis}, or all_gather operand {a + b - whole}"
+            full = a if isinstance(x, Replicated) else b
+            return f"slice operand {full} along {axis}, or all_gather operand {a + b - full}"
     return f"bring operands {a} and {b} to one layout first"
 
 
@@ -198,17 +198,17 @@ def _placements_of(
     name: str, eq: Equation, types: Types, labels: dict[str, Dim], linear: Linear | ArgSets, monotone: Ordered
 ) -> dict[str, Placement]:
     """What every axis holds of the outputs apart from shards they keep; a sharded label is listed under its axis."""
-    held: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for axis in types[0].mesh.axes if types else ():
         places = [t.on(axis) for t in types]
         cutting = [label for label, dim in labels.items() if any(axis in a.cut for a in dim)]
         if cutting:
             _check_shard(name, eq, types, axis, cutting, places)
         elif any(isinstance(p, O) for p in places):
-            held[axis] = _at_root(name, types, axis, places)
+            placements[axis] = _at_root(name, types, axis, places)
         elif any(isinstance(p, P) for p in places):
-            held[axis] = _partial_placement(name, types, axis, places, linear, _ordered(eq, monotone))
-    return held
+            placements[axis] = _partial_placement(name, types, axis, places, linear, _ordered(eq, monotone))
+    return placements
 
 
 def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
@@ -297,15 +297,15 @@ def passing(op: Op, kind: str, args: int) -> ArgSets:
     return ordered.get(kind, ()) if isinstance(ordered, Mapping) else ordered
 
 
-def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, labels: dict[str, Dim], held: dict[str, Placement]) -> Type:
+def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, labels: dict[str, Dim], placements: dict[str, Placement]) -> Type:
     dims = tuple(labels[x] if x in labels else (Atom(eq.sizes.get(x, 1)),) for x in out)
     layout = Layout(mesh, dims)
     lost = [a for x, dim in labels.items() if x not in out for atom in dim for a in atom.cut]
     for axis in mesh.axes:
         if axis in lost:
             layout = layout.hold(axis, P(eq.reduce))
-        elif axis in held:
-            layout = layout.hold(axis, held[axis])
+        elif axis in placements:
+            layout = layout.hold(axis, placements[axis])
     return Type(dtype, layout)
 
 

@@ -127,8 +127,8 @@ def _rope_run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bo
 
 
 def _rope_vjp(n: Node, ct: Node) -> Any:
-    turned = rope(ct, *n.args[1:], **({} if n.attr("inverse") else {"inverse": True}))
-    return fit(turned, n.args[0]), None, None
+    rotated = rope(ct, *n.args[1:], **({} if n.attr("inverse") else {"inverse": True}))
+    return fit(rotated, n.args[0]), None, None
 
 
 rope = define(

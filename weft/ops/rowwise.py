@@ -101,8 +101,8 @@ def stays(update: Op, settings: tuple[tuple[str, Any], ...], states: int) -> boo
 
 def _hits(n: Node) -> float:
     """Rows looked up that a rank holds, where all rows are looked up the same; some more than once."""
-    whole, held = n.args[0].shape[n.attr("dim")], n.args[0].type.layout.largest_local[n.attr("dim")]
-    return float(math.prod(n.args[2].shape) * held / max(1, whole))
+    full, local = n.args[0].shape[n.attr("dim")], n.args[0].type.layout.largest_local[n.attr("dim")]
+    return float(math.prod(n.args[2].shape) * local / max(1, full))
 
 
 def _width(n: Node) -> float:
@@ -115,12 +115,12 @@ def _traffic(n: Node) -> float:
     """The index is read and every hit claims a slot and looks it up again; rows are read and summed into zeros, the sums read. Then table
     and state are read and written, all of them or where they were hit; a row that may not have been asks its slot."""
     kept = (n.args[0], *n.args[4:-2])
-    held, hits = n.args[0].type.layout.largest_local[n.attr("dim")], _hits(n)
+    local, hits = n.args[0].type.layout.largest_local[n.attr("dim")], _hits(n)
     row = _width(n) * n.args[1].dtype.itemsize
     sums = 2 * nbytes(n.args[2].type) + hits * (2 * SECTOR + max(SECTOR, row) + 4 * row)
     if is_still(n):
-        return float(sums + 2 * min(hits, held) * sum(max(SECTOR, _width(n) * a.dtype.itemsize) for a in kept))
-    return float(sums + 2 * SLOT * held + 2 * sum(nbytes(a.type) for a in kept))
+        return float(sums + 2 * min(hits, local) * sum(max(SECTOR, _width(n) * a.dtype.itemsize) for a in kept))
+    return float(sums + 2 * SLOT * local + 2 * sum(nbytes(a.type) for a in kept))
 
 
 AT: dict[Op, Op] = {update: _by_rows(update) for update in (adam, sgd, adagrad, rmsprop)}

@@ -180,9 +180,9 @@ def expand_like(x: Any, like: Any) -> Any:
     """Repeated to the shape of `like`, the repeated dims, and those of size 1, sharded as there."""
     here = reshape(x, (1,) * (like.ndim - x.ndim) + tuple(x.shape))
     places = [(axis, like.type.on(axis)) for axis in like.mesh.axes if isinstance(here.type.on(axis), Replicated)]
-    cuts = [(axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and here.shape[p.dim] == 1]
-    out = expand(here, like.shape, [c for c in cuts if like.shape[c[1]] != 1])
-    for axis, dim, within in cuts:
+    shards = [(axis, p.dim, p.within) for axis, p in places if isinstance(p, S) and here.shape[p.dim] == 1]
+    out = expand(here, like.shape, [c for c in shards if like.shape[c[1]] != 1])
+    for axis, dim, within in shards:
         out = out if like.shape[dim] != 1 else op_named("slice")(out, axis=axis, dim=dim, within=within)
     return out
 
@@ -238,8 +238,8 @@ narrow_op = define(
 def narrow(x: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Indices start to stop along a dim, as x[..., start:stop:step, ...]."""
     dim = one_dim(dim, x.ndim)
-    whole = start == 0 and stop == x.shape[dim] and step == 1
-    return x if whole else narrow_op(x, dim=dim, start=start, stop=stop, step=step)
+    full = start == 0 and stop == x.shape[dim] and step == 1
+    return x if full else narrow_op(x, dim=dim, start=start, stop=stop, step=step)
 
 
 def split(x: Any, sizes: Any, dim: int) -> list[Any]:
@@ -255,8 +255,8 @@ def _concat_equation(types: Types, attrs: Attrs) -> Equation:
     labels, dim = _one_dim(attrs, len(types[0].shape))
     ins = tuple(tuple(f"part{k}" if i == dim else x for i, x in enumerate(labels)) for k in range(len(types)))
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
-    whole = frozenset(f"part{k}" for k in range(len(types)))
-    return Equation(ins, (out,), whole=whole, sizes={"new": sum(t.shape[dim] for t in types)})
+    full = frozenset(f"part{k}" for k in range(len(types)))
+    return Equation(ins, (out,), whole=full, sizes={"new": sum(t.shape[dim] for t in types)})
 
 
 def _concat_vjp(n: Node, ct: Node) -> Any:

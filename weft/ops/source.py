@@ -25,8 +25,8 @@ input_op = define("input", kind=Kind.SOURCE, infer=_input_type, run=_unbound, vj
 
 
 def input_node(name: str, type_: Type, role: Role | None = None) -> Node:
-    said = {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout}
-    return make(input_op, (), said if role is None else {**said, "role": role})
+    given = {"name": name, "dtype": DTYPE_NAMES[type_.dtype], "layout": type_.layout}
+    return make(input_op, (), given if role is None else {**given, "role": role})
 
 
 def input_in_layout(node: Node, layout: Layout) -> Node:

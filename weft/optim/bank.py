@@ -91,10 +91,10 @@ class Bank:
         p = self.params[k]
         return buffer.view(self.slices.starts[k] * self.dtype.itemsize, tuple(p.shape), self.dtype)
 
-    def run_of(self, whole: Tensor, k: int) -> Tensor:
+    def run_of(self, full: Tensor, k: int) -> Tensor:
         """This rank's run of a full tensor of the shape of parameter `k`."""
         lo, hi = self.slices.runs[k][self.peers.rank]
-        return whole.reshape(-1)[lo:hi]
+        return full.reshape(-1)[lo:hi]
 
     def state(self, k: int, name: str) -> Tensor:
         """This rank's run of a state of parameter `k`."""
@@ -117,7 +117,7 @@ class Bank:
 
     def gathered(self, k: int, name: str) -> Tensor:
         """A full state of parameter `k`, from all ranks: a collective call."""
-        whole = torch.zeros(self.params[k].numel(), device=self.peers.device)
-        self.run_of(whole, k).copy_(self.state(k, name))
-        dist.all_reduce(whole, group=self.peers.group)
-        return whole.view(self.params[k].shape)
+        full = torch.zeros(self.params[k].numel(), device=self.peers.device)
+        self.run_of(full, k).copy_(self.state(k, name))
+        dist.all_reduce(full, group=self.peers.group)
+        return full.view(self.params[k].shape)

@@ -95,10 +95,10 @@ class Numbers:
 def step_program(rule: Rule, world: int, numbers: Numbers, clip: bool) -> Program:
     """One step over a list of tensors, fused: the gradients are averaged over `world` ranks, each updates its slice."""
     try:
-        whole = recipes.zero1(_written(rule, world, numbers, clip), "dp", params="" if numbers.master else "x")
+        full = recipes.zero1(_written(rule, world, numbers, clip), "dp", params="" if numbers.master else "x")
     except InvalidTransform:  # some state does not come from the gradients, so nothing says how it is sharded
-        whole = _written(rule, world, numbers, clip, sliced=True)
-    return recipes.one_kernel(whole)
+        full = _written(rule, world, numbers, clip, sliced=True)
+    return recipes.one_kernel(full)
 
 
 def _written(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool = False) -> Program:
@@ -124,12 +124,12 @@ def _written(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool 
 
 def _inputs(rule: Rule, world: int, numbers: Numbers, clip: bool, sliced: bool) -> dict[str, Any]:
     n = ELEMENTS * world
-    cut = {"dp": S(0)} if sliced else {}
-    tensors = {s: [tensor("f32", n, **cut)] * 2 for s in rule.states}
+    shard = {"dp": S(0)} if sliced else {}
+    tensors = {s: [tensor("f32", n, **shard)] * 2 for s in rule.states}
     scalars: dict[str, TensorSpec] = {k: tensor("f32") for k in (*rule.scalars, *(["max_norm"] if clip else []))}
     return {
         "g": [tensor(numbers.grads, n, dp=P())] * 2,
-        "x": [tensor(_kept(numbers), n, **(cut if numbers.master else {}))] * 2,
+        "x": [tensor(_kept(numbers), n, **(shard if numbers.master else {}))] * 2,
         **tensors,
         **scalars,
     }

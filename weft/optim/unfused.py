@@ -70,7 +70,7 @@ class Unfused:
         flat = bank.values.view(0, (bank.padded,), bank.dtype)
         share = bank.padded // self.peers.world
         mine = flat[self.peers.rank * share : (self.peers.rank + 1) * share]
-        flat.copy_(comm.all_gather(mine, self.peers.group, span=(1, share, 1), whole=bank.padded, shape=(bank.padded,)).wait())
+        flat.copy_(comm.all_gather(mine, self.peers.group, span=(1, share, 1), full=bank.padded, shape=(bank.padded,)).wait())
 
     def _place(self, bank: Any, k: int, slot: str) -> Tensor:
         """Where a slot of a row is kept on this rank."""

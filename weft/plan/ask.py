@@ -125,9 +125,9 @@ def _fixed(spec: Spec) -> dict[str, str]:
     """The decisions of a spec that are not open, as limits name them."""
     from weft.plan.spec import DECIDED
 
-    said = {PINS.get(name, name): getattr(spec, name) for name in DECIDED if name not in spec.open}
-    usual = {"recompute": said.get("recompute") or "none", "virtual": max(1, said.get("virtual", 1)), "micro_batches": spec.micro_batches}
-    return {name: str(usual.get(name, value)).lower() for name, value in said.items()}
+    fixed = {PINS.get(name, name): getattr(spec, name) for name in DECIDED if name not in spec.open}
+    usual = {"recompute": fixed.get("recompute") or "none", "virtual": max(1, fixed.get("virtual", 1)), "micro_batches": spec.micro_batches}
+    return {name: str(usual.get(name, value)).lower() for name, value in fixed.items()}
 
 
 def _known(model: Any, loss: Loss | None, optimizer: Any, batch: Any, seq: int) -> tuple[str, int, Bound | None]:

@@ -82,9 +82,9 @@ class Stack:
         for axis in ("tp", "cp"):
             n = s.size(axis)
             if not self._is_sharded(axis, n, 0.0):
-                near = max(k for k in range(1, n) if self._is_sharded(axis, k, 0.0))
+                nearest = max(k for k in range(1, n) if self._is_sharded(axis, k, 0.0))
                 needed = f"{axis} that divides what its blocks compute"
-                raise PlanError(f"{self.name} cannot be sharded over {axis}{n}", needed=needed, found=f"{axis} = {n}", try_=f"--{axis} {near}")
+                raise PlanError(f"{self.name} cannot be sharded over {axis}{n}", needed=needed, found=f"{axis} = {n}", try_=f"--{axis} {nearest}")
         if s.ep > 1 and (not self.experts or self.experts % s.ep):
             needed = f"ep a divisor of experts = {self.experts}" if self.experts else "a model with experts, such as mixtral-8x7b"
             raise PlanError("the experts do not divide over ep", needed=needed, found=f"ep = {s.ep} of {self.name}", try_="--ep 1")
@@ -109,8 +109,8 @@ class Stack:
         try:
             placed, whole = (self._placed(Setting(**{axis: k}), FEW) for k in (n, 1))  # type: ignore[arg-type]
             if axis == "tp":
-                cut, full = (sum(p.params(row, False) for row in p.short.rows) for p in (placed, whole))
-                return (1 - cut / full) / (1 - 1 / n)
+                sharded, full = (sum(p.params(row, False) for row in p.short.rows) for p in (placed, whole))
+                return (1 - sharded / full) / (1 - 1 / n)
             return float(all(isinstance(placed.became(x).layout.placement(axis), S) for end in placed.short.boundary for x in end if x.ndim > 1))
         except WeftError:
             return 0.0
@@ -121,45 +121,45 @@ class Stack:
         """What one device does for one micro-batch. Every size is a constant plus a multiple of the samples, so two numbers of samples tell
         all others."""
         self.require(s)
-        cut = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, kernels=s.kernels)
-        work = self._sized(cut, s.micro_batch * s.ep)
+        sharded = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, kernels=s.kernels)
+        work = self._sized(sharded, s.micro_batch * s.ep)
         if s.async_tp and s.tp > 1:
             work = _each(work, _beside)
         if s.pp > 1:  # a tied weight is on the last stage too
             work = replace(work, last=replace(work.last, params=work.last.params + work.shared))
         return replace(work, tokens=s.micro_batch * max(1, self.seq))
 
-    def _sized(self, cut: Setting, n: int) -> Workload:
+    def _sized(self, sharded: Setting, n: int) -> Workload:
         """Of n samples; where a few are placed in another way than twice as many, many are as these and twice as many again. One is no half
         of two: its slices lie in one piece."""
-        few = FEW * cut.ep
-        if n > few and n != 2 * few and cut.kernels != CLASSIC:  # whose kernels of some sizes are others
+        few = FEW * sharded.ep
+        if n > few and n != 2 * few and sharded.kernels != CLASSIC:  # whose kernels of some sizes are others
             for m in (few * k for k in (1, 2, 4, 8) if few * k <= n):
-                made = self._pair(cut, m)
+                made = self._pair(sharded, m)
                 if made is not None:
                     return made(n / m)  # type: ignore[no-any-return]
-        return self._captured(cut, n)
+        return self._captured(sharded, n)
 
-    def _pair(self, cut: Setting, m: int) -> Callable[[float], Any] | None:
+    def _pair(self, sharded: Setting, m: int) -> Callable[[float], Any] | None:
         """What m samples and twice as many say of x times m; None where they are placed in two ways."""
-        if (m, cut) not in self._grown:
+        if (m, sharded) not in self._grown:
             try:
-                self._grown[m, cut] = grown(self._captured(cut, m), self._captured(cut, 2 * m))
+                self._grown[m, sharded] = grown(self._captured(sharded, m), self._captured(sharded, 2 * m))
             except _Differ:
-                self._grown[m, cut] = None
-        return self._grown[m, cut]
+                self._grown[m, sharded] = None
+        return self._grown[m, sharded]
 
-    def _captured(self, cut: Setting, n: int) -> Workload:
-        if (n, cut) not in self._works:
-            self._works[n, cut] = _computed_in(self._made(self._placed(cut, n)), self.dtype)
-            if cut != Setting():  # of which everything was asked
-                del self._places[n, cut]
-        return self._works[n, cut]
+    def _captured(self, sharded: Setting, n: int) -> Workload:
+        if (n, sharded) not in self._works:
+            self._works[n, sharded] = _computed_in(self._made(self._placed(sharded, n)), self.dtype)
+            if sharded != Setting():  # of which everything was asked
+                del self._places[n, sharded]
+        return self._works[n, sharded]
 
-    def _placed(self, cut: Setting, n: int) -> PlacedShort:
-        if (n, cut) not in self._places:
-            self._places[n, cut] = PlacedShort(self.short(n), cut)
-        return self._places[n, cut]
+    def _placed(self, sharded: Setting, n: int) -> PlacedShort:
+        if (n, sharded) not in self._places:
+            self._places[n, sharded] = PlacedShort(self.short(n), sharded)
+        return self._places[n, sharded]
 
     def _made(self, placed: PlacedShort) -> Workload:
         s = placed.setting
@@ -231,7 +231,7 @@ def _computed_in(work: Workload, dtype: str) -> Workload:
         return tuple(quantised([replace(op, dtype=dtype) if isinstance(op, kinds) else op for op in given], back))
 
     def block(b: Block) -> Block:
-        return replace(b, forward=ops(b.forward), back=ops(b.back, True), parts=tuple((way, ops(again), freed) for way, again, freed in b.parts))
+        return replace(b, forward=ops(b.forward), back=ops(b.back, True), parts=tuple((mode, ops(again), freed) for mode, again, freed in b.parts))
 
     made = _each(work, block)
     return made if dtype == "tf32" else replace(made, first=work.first, last=work.last)

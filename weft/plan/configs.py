@@ -391,7 +391,7 @@ def _fsdp2(k: Keys) -> Read:
     again = k.get("RECOMPUTE", "none")
     stages: tuple[tuple[Piece, ...], ...] = ()
     if not isinstance(again, str):
-        stages = ((("first", "none", 1), *(("layer", way, 1) for way in again), ("last", "none", 1)),)
+        stages = ((("first", "none", 1), *(("layer", mode, 1) for mode in again), ("last", "none", 1)),)
     setting = Setting.counted(
         dp * micro * k.get("MICRO_BATCHES", 1), micro, dp, tp, sequence_parallel=k.get("SEQUENCE_PARALLEL", False), zero=zero, keep_gathered=kept,
         recompute=again if isinstance(again, str) else MIXED, kernels="compiled" if k.get("COMPILE", False) else "eager",

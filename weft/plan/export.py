@@ -77,14 +77,14 @@ def lost(plan: Plan, form: str, text: str = "") -> dict[str, tuple[Any, Any]]:
 
 def decisions(s: Setting, depth: int) -> dict[str, Any]:
     """What is decided, without what does not matter next to it; recompute of each stage where layers differ."""
-    ways = [Counter() for _ in s.stages]  # type: list[Counter[str]]
-    for ways_of, stage in zip(ways, s.stages, strict=True):
-        for name, way, n in stage:
-            ways_of[way] += SIZES.get(name, 0.0) * n  # type: ignore[assignment]
-    kinds = {way for stage in ways for way, n in stage.items() if n}
+    modes = [Counter() for _ in s.stages]  # type: list[Counter[str]]
+    for ways_of, stage in zip(modes, s.stages, strict=True):
+        for name, mode, n in stage:
+            ways_of[mode] += SIZES.get(name, 0.0) * n  # type: ignore[assignment]
+    kinds = {mode for stage in modes for mode, n in stage.items() if n}
     again: Any = s.named("recompute")
     if s.recompute == MIXED:
-        again = min(kinds) if len(kinds) == 1 else tuple(tuple(sorted((w, n) for w, n in stage.items() if n)) for stage in ways)
+        again = min(kinds) if len(kinds) == 1 else tuple(tuple(sorted((w, n) for w, n in stage.items() if n)) for stage in modes)
     plain = _plain(s)
     made = {name: plain.named(name) for name in DECISIONS}
     return {**made, "recompute": again, "layers": _counts(s, depth)}
@@ -115,7 +115,7 @@ def _nearest_integers(counts: Sequence[float]) -> list[int]:
 
 def _words(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return " | ".join(", ".join(f"{way} in {n:g}" for way, n in stage) for stage in value)
+        return " | ".join(", ".join(f"{mode} in {n:g}" for mode, n in stage) for stage in value)
     return " ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)
 
 
@@ -132,7 +132,7 @@ def depth_of(plan: Plan) -> int:
 
 def _recompute_of_layers(plan: Plan) -> list[str]:
     """What each layer recomputes, in order; halves of a layer count for the one they begin. No form says what the host keeps: it is recomputed."""
-    return ["full" if way in OFFLOADED else way for way in _asked(plan)]
+    return ["full" if mode in OFFLOADED else mode for mode in _asked(plan)]
 
 
 def _asked(plan: Plan) -> list[str]:
@@ -239,21 +239,21 @@ def _megatron(plan: Plan, comments: Sequence[str]) -> str:
     if s.dtype == "fp8":
         options["fp8-format"] = "hybrid"
     options |= _megatron_recompute(plan)
-    said = [f"--{key} {value}" for key, value in options.items()] + [f"--{key}" for key, on in flags.items() if on]
-    return _hashes(comments) + "PLANNED_ARGS=(\n" + "".join(f"  {x}\n" for x in said) + ")\n"
+    arguments = [f"--{key} {value}" for key, value in options.items()] + [f"--{key}" for key, on in flags.items() if on]
+    return _hashes(comments) + "PLANNED_ARGS=(\n" + "".join(f"  {x}\n" for x in arguments) + ")\n"
 
 
 def _megatron_recompute(plan: Plan) -> dict[str, Any]:
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     if plan.setting.recompute == MIXED:
         full = {sum(int(SIZES.get(name, 0) * n) for name, again, n in stage if again in ("full", *OFFLOADED)) for stage in plan.setting.stages}
-        ways = set(_recompute_of_layers(plan))
-        if len(full) == 1 and ways == {"none", "full"} and min(full):
+        modes = set(_recompute_of_layers(plan))
+        if len(full) == 1 and modes == {"none", "full"} and min(full):
             return {**block, "recompute-num-layers": min(full)}
-    way = _one_recompute(plan, ("none", "selective", "full"))
-    if way == "selective":
+    mode = _one_recompute(plan, ("none", "selective", "full"))
+    if mode == "selective":
         return {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
-    return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1} if way == "full" else {}
+    return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1} if mode == "full" else {}
 
 
 def _sharded(s: Setting) -> bool:
@@ -323,8 +323,8 @@ def _deepspeed(plan: Plan, comments: Sequence[str]) -> str:
         "gradient_accumulation_steps": s.micro_batches, "zero_optimization": zero, "data_types": {"grad_accum_dtype": s.grad_dtype},
     }  # fmt: skip
     if s.dtype in ("bf16", "fp16", "fp8"):
-        whole = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if s.dtype == "bf16" and not s.master else {}
-        data["fp16" if s.dtype == "fp16" else "bf16"] = {"enabled": True, **whole}
+        full = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if s.dtype == "bf16" and not s.master else {}
+        data["fp16" if s.dtype == "fp16" else "bf16"] = {"enabled": True, **full}
     if s.tp > 1:
         data["tensor_parallel"] = {"autotp_size": s.tp}
     if s.cp > 1:
@@ -335,10 +335,10 @@ def _deepspeed(plan: Plan, comments: Sequence[str]) -> str:
 
 
 def _fsdp2(plan: Plan, comments: Sequence[str]) -> str:
-    s, ways = plan.setting, _recompute_of_layers(plan)
+    s, modes = plan.setting, _recompute_of_layers(plan)
     replicate, _ = _copies(s)
     known = {"activation": "per-op", "selective": "per-op", "ffn": "full"}
-    again = [known.get(w, w) for w in ways]
+    again = [known.get(w, w) for w in modes]
     constants = {
         "DP": s.replicas, "TP": s.tp, "SEQUENCE_PARALLEL": s.sp and s.tp > 1, "REPLICATE": replicate > 1,
         "RESHARD_AFTER_FORWARD": s.zero == 3 and not s.gather_once, "KEEP_GATHERED": s.gather_once,

@@ -32,11 +32,11 @@ ROWS = 4  # of blocks of one kind each, at most
 MOST_OF_IT = 0.75  # of all blocks that rows must hold for a model to be a stack
 
 
-def of_host(way: str) -> tuple[str, str]:
+def of_host(mode: str) -> tuple[str, str]:
     """Which part of a layer a way is about, and what of it the host keeps."""
-    if not way.endswith(OFFLOAD):
-        return way, ""
-    return (way.removesuffix(f"-{OFFLOAD}"), "inputs") if way != OFFLOAD else ("full", "all")
+    if not mode.endswith(OFFLOAD):
+        return mode, ""
+    return (mode.removesuffix(f"-{OFFLOAD}"), "inputs") if mode != OFFLOAD else ("full", "all")
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,19 @@ class Layers:
 
     # -- what may be recomputed
 
-    def again(self, k: int, way: str, half: int = WHOLE) -> list[Region]:
+    def again(self, k: int, mode: str, half: int = WHOLE) -> list[Region]:
         """The regions of a layer that are recomputed in this way, or kept by the host; none where it has no such part."""
-        part, host = of_host(way)
+        part, host = of_host(mode)
         if host:
             return [replace(r, host=host) for r in self.again(k, part, half)]
         nodes = self.nodes(k, half)
         within = frozenset(nodes)
-        if way == "full":
+        if mode == "full":
             return [Region(within, within)] if nodes else []
-        if way == "per-op":
+        if mode == "per-op":
             return [Region(frozenset(self._but_every_second(nodes)), within)]
-        chosen = [(made, sources) for _, made, sources in self._middles(nodes) if way == "selective" or not self._has_mixing(made)]
-        return [Region(frozenset(made | sources if way == "ffn" else made), within) for made, sources in chosen]
+        chosen = [(made, sources) for _, made, sources in self._middles(nodes) if mode == "selective" or not self._has_mixing(made)]
+        return [Region(frozenset(made | sources if mode == "ffn" else made), within) for made, sources in chosen]
 
     def _middles(self, nodes: Collection[Node]) -> Iterator[tuple[Node, set[Node], set[Node]]]:
         """A matmul, what stands between it and others, and these; of what several read, the first alone."""

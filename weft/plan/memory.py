@@ -48,9 +48,9 @@ class Memory:
 def stage_memory(setting: Setting, chunks: Sequence[Sequence[LayerRun]], order: Order) -> Memory:
     """Of one device of a stage that holds `chunks` of layers and works in `order`."""
     parts = [part for chunk in chunks for part in chunk]
-    held = _State.of(setting, parts)
+    state = _State.of(setting, parts)
     return Memory(
-        params=held.params, grads=held.grads, optimizer=held.optimizer,
+        params=state.params, grads=state.grads, optimizer=state.optimizer,
         activations=_peak_activations(setting, chunks, order),
         temporaries=max(_passing(setting, part.block) for part in parts),
         buffers=_buffers(setting, parts),
@@ -73,10 +73,10 @@ class _State:
             return dense / (setting.size("data") if sharded else 1) + expert / (setting.size("edp") if sharded else 1)
 
         copy = 4 if setting.master and width < 4 else 0
-        whole = setting.gather_once
+        full = setting.gather_once
         state = max((p.block.state for p in parts), default=8.0)
-        grads = over(setting.zero >= 2 and not whole, trained, learnt) * WIDTH[setting.grad_dtype]
-        params = over(setting.zero == 3 and not whole, dense, expert)
+        grads = over(setting.zero >= 2 and not full, trained, learnt) * WIDTH[setting.grad_dtype]
+        params = over(setting.zero == 3 and not full, dense, expert)
         return _State(params * width, grads, over(setting.zero >= 1, trained, learnt) * (state + copy))
 
 

@@ -26,31 +26,31 @@ def input_layouts(
     program: Program, named: Spec, states: Mapping[str, str], pins: Mapping[str, Placements] | None = None
 ) -> tuple[dict[str, Placements], PlacingOptions]:
     """How every input is laid out. `states` tells of which parameter an optimizer's tensor is; `pins` are parameters' own layouts."""
-    held: dict[str, dict[str, Placement]] = {}
+    placements: dict[str, dict[str, Placement]] = {}
     for name, node in program.inputs_for(Role.BATCH).items():
         if node.ndim:
-            held[name] = _batch(node, named)
+            placements[name] = _batch(node, named)
     loss = program.output_names["loss"] if "loss" in program.output_names else program.outputs[0][1]
     weights = program.inputs_for(Role.PARAMETER)
     if named.tp > 1:
-        held |= {n: {"tp": cut} for n, cut in tensor_shards(program, loss, weights, named.tp).items()}
+        placements |= {n: {"tp": shard} for n, shard in tensor_shards(program, loss, weights, named.tp).items()}
     if named.ep > 1:
-        held |= {n: {"ep": S(0)} for n, w in weights.items() if stacked(program, w, named.ep)}
+        placements |= {n: {"ep": S(0)} for n, w in weights.items() if stacked(program, w, named.ep)}
     for name, places in (pins or {}).items():
-        held[name] = {a: p for a, p in {**held.get(name, {}), **places}.items() if p != R}
+        placements[name] = {a: p for a, p in {**placements.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
-        held[state] = dict(as_state(program.input_names[state], program.input_names[param], held.get(param, {})))
+        placements[state] = dict(as_state(program.input_names[state], program.input_names[param], placements.get(param, {})))
     if named.most_zero and named.dp > 1:
         level = {name: named.zero_of(bare(name)) for name in weights}
         sharded = [*(s for s, param in states.items() if level.get(param, named.zero)), *(n for n, z in level.items() if z == 3)]
         owners = owned(program, states, named.dp)
         for name in sharded:
-            owner = {**held.get(name, {}), "dp": O(owners[states[name]])} if states.get(name) in owners else None
-            held[name] = owner or _also_sharded(program.input_names[name], held.get(name, {}), named)
+            owner = {**placements.get(name, {}), "dp": O(owners[states[name]])} if states.get(name) in owners else None
+            placements[name] = owner or _also_sharded(program.input_names[name], placements.get(name, {}), named)
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
     gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
-    return held, PlacingOptions(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
+    return placements, PlacingOptions(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
 
 
 def as_state(state: Node, param: Node, places: Placements) -> Placements:
@@ -69,8 +69,8 @@ def owned(program: Program, states: Mapping[str, str], ranks: int) -> dict[str, 
     many = {n for n in program.nodes if after[n] and n.op.kind is Kind.CONTRACT}
     if not many:
         return {}
-    whole = set(toposort(many))
-    found = {p for s, p in states.items() if program.input_names[s] in whole and program.input_names[s].shape == program.input_names[p].shape}
+    full = set(toposort(many))
+    found = {p for s, p in states.items() if program.input_names[s] in full and program.input_names[s].shape == program.input_names[p].shape}
     load, out = [0] * ranks, {}
     for p in sorted(found, key=lambda p: -math.prod(program.input_names[p].shape)):
         out[p] = load.index(min(load))
@@ -136,13 +136,13 @@ def tensor_shards(program: Program, loss: Node, weights: Mapping[str, Node], n: 
                     if w in names and w not in found:
                         flows = (_followed(_Flow(program, forward, names, found, n, begin is _vocabulary), *at) for at in begin(node, k, n))
                         found |= next((cuts for cuts in flows if cuts and (begin is not _rows or w in cuts and len(cuts) > 1)), {})
-    return {names[w]: cut for w, cut in found.items()}
+    return {names[w]: shard for w, shard in found.items()}
 
 
-def _followed(flow: _Flow, value: Node, cut: S) -> dict[Node, S]:
+def _followed(flow: _Flow, value: Node, shard: S) -> dict[Node, S]:
     """The shardings of weights that follow from one of a value; none where they cannot all be had, or nothing ends them."""
     try:
-        flow.require(value, cut)
+        flow.require(value, shard)
         flow.follow()
     except (_Stop, LayoutError):
         return {}
@@ -201,58 +201,58 @@ class _Flow:
         self.todo: list[Node] = []
         self.ended = False
 
-    def require(self, node: Node, cut: S) -> None:
+    def require(self, node: Node, shard: S) -> None:
         """The node must be sharded so: a weight is, anything else is because its operands are."""
         if node in self.at:
-            if self.at[node] != cut:
+            if self.at[node] != shard:
                 raise _Stop
             return
         if node in self.names:
-            if node in self.found or self._local(node, cut) is None:
+            if node in self.found or self._local(node, shard) is None:
                 raise _Stop
-            self.cuts[node] = cut
+            self.cuts[node] = shard
         elif len(node.types) == 1 and not node.dtype.is_floating_point:
-            self.at[node] = cut  # indices and masks are replicated: a slice of them is free, and says nothing of others
+            self.at[node] = shard  # indices and masks are replicated: a slice of them is free, and says nothing of others
             return
         elif node.op.is_input or node.op.is_number or len(node.types) != 1:
             raise _Stop
         else:
-            self._require_operands(node, cut)
-        self.at[node] = cut
+            self._require_operands(node, shard)
+        self.at[node] = shard
         self.todo.append(node)
 
-    def _local(self, node: Node, cut: S) -> Layout | None:
-        layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within)
+    def _local(self, node: Node, shard: S) -> Layout | None:
+        layout = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within)
         return layout if layout.is_even or self.vocabulary else None
 
-    def _require_operands(self, node: Node, cut: S) -> None:
+    def _require_operands(self, node: Node, shard: S) -> None:
         if node.op.is_item:
-            self._require_full_op(node.args[0], int(node.attr("index")), cut)
+            self._require_full_op(node.args[0], int(node.attr("index")), shard)
             return
         eq = equation_of(node)
         if node.op is reshape_op:
-            self.require(node.args[0], self._reshaped(node, cut, node.args[0].shape))
+            self.require(node.args[0], self._reshaped(node, shard, node.args[0].shape))
             return
-        if eq is None or eq.outs[0][cut.dim] in eq.whole:
+        if eq is None or eq.outs[0][shard.dim] in eq.whole:
             raise _Stop
-        places = eq.dims_of(eq.outs[0][cut.dim])
+        places = eq.dims_of(eq.outs[0][shard.dim])
         if not places:
             raise _Stop
         for k, d in places:
-            self.require(node.args[k], S(d, cut.within))
+            self.require(node.args[k], S(d, shard.within))
 
-    def _require_full_op(self, node: Node, index: int, cut: S) -> None:
+    def _require_full_op(self, node: Node, index: int, shard: S) -> None:
         """One result of several is sharded so: its operands are, and the other results with it."""
         eq = equation_of(node)
-        label = eq.outs[index][cut.dim] if eq is not None else ONE
+        label = eq.outs[index][shard.dim] if eq is not None else ONE
         if eq is None or label in eq.whole or label == ONE or not eq.dims_of(label):
             raise _Stop
         for k, d in eq.dims_of(label):
-            self.require(node.args[k], S(d, cut.within))
-        self._results(node, label, cut)
+            self.require(node.args[k], S(d, shard.within))
+        self._results(node, label, shard)
 
-    def _reshaped(self, node: Node, cut: S, shape: Iterable[int]) -> S:
-        layout = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(tuple(shape))
+    def _reshaped(self, node: Node, shard: S, shape: Iterable[int]) -> S:
+        layout = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within).reshape(tuple(shape))
         place = layout.placement("tp")
         if not isinstance(place, S):
             raise _Stop
@@ -266,9 +266,9 @@ class _Flow:
                     self._pass(node, user)
 
     def _pass(self, node: Node, user: Node) -> None:
-        cut, eq = self.at[node], equation_of(user)
+        shard, eq = self.at[node], equation_of(user)
         if user.op is reshape_op:
-            new = Layout.of(self.mesh, node.shape).cut("tp", cut.dim, cut.within).reshape(user.shape).placement("tp")
+            new = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within).reshape(user.shape).placement("tp")
             assert isinstance(new, S)
             self._reach(user, new)
             return
@@ -276,14 +276,14 @@ class _Flow:
             return
         if eq is None:
             raise _Stop
-        label = eq.label(user.args.index(node), cut.dim)
+        label = eq.label(user.args.index(node), shard.dim)
         if label in eq.whole and not (self.vocabulary and user.op.across) or label == ONE:
             raise _Stop
         for k, d in eq.dims_of(label):
-            self.require(user.args[k], S(d, cut.within))
-        self._results(user, label, cut)
+            self.require(user.args[k], S(d, shard.within))
+        self._results(user, label, shard)
 
-    def _results(self, user: Node, label: str, cut: S) -> None:
+    def _results(self, user: Node, label: str, shard: S) -> None:
         eq = equation_of(user)
         assert eq is not None
         for i, out in enumerate(eq.outs):
@@ -294,15 +294,15 @@ class _Flow:
             )
             for r in results:
                 if label in out:
-                    self._reach(r, S(out.index(label), cut.within))
+                    self._reach(r, S(out.index(label), shard.within))
                 elif user.op.kind is Kind.CONTRACT or self.vocabulary and (user.op.across or user.op.kind is Kind.REDUCE or _looks_up(user)):
                     self.ended = True
                 else:
                     raise _Stop
         if len(eq.outs) > 1:
-            self.at[user] = cut
+            self.at[user] = shard
 
-    def _reach(self, node: Node, cut: S) -> None:
+    def _reach(self, node: Node, shard: S) -> None:
         if node not in self.at:
-            self.at[node] = cut
+            self.at[node] = shard
             self.todo.append(node)

@@ -65,8 +65,8 @@ def _equal(length: int, parts: int, cost: Callable[[int, int, int], float | None
     """The slowest of parts as equal in length as may be; infinity where they cannot be had."""
     slowest, a = 0.0, 0
     for i in range(parts):
-        near = a + (length - a) / (parts - i)
-        b = min(ends(i, a), key=lambda b: abs(b - near), default=None) if i < parts - 1 else length
+        nearest = a + (length - a) / (parts - i)
+        b = min(ends(i, a), key=lambda b: abs(b - nearest), default=None) if i < parts - 1 else length
         here = None if b is None else cost(i, a, b)
         if b is None or here is None:
             return math.inf

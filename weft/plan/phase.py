@@ -65,12 +65,12 @@ def settled(first: Clocks, second: Clocks, third: Clocks) -> bool:
     a, b, c = first[0], second[0], third[0]
     if a.keys() != c.keys():
         return False
-    pace, near = c["now"] - b["now"], 1e-9 * c["now"]
+    pace, tolerance = c["now"] - b["now"], 1e-9 * c["now"]
     for key, end in c.items():
         step = end - b[key]
-        if abs(step - (b[key] - a[key])) > near:
+        if abs(step - (b[key] - a[key])) > tolerance:
             return False
-        if end > c["now"] + near and step < pace - near or end < c["now"] - near and step > pace + near:
+        if end > c["now"] + tolerance and step < pace - tolerance or end < c["now"] - tolerance and step > pace + tolerance:
             return False
     return True
 

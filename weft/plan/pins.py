@@ -42,17 +42,17 @@ def is_layout(text: str) -> bool:
 
 def parse_pin(text: str) -> Pin:
     """`PATTERN=axis:S(dim)` or `axis:R`, several axes joined by commas."""
-    pattern, _, said = text.partition("=")
-    found = [_PLACE.fullmatch(part.strip()) for part in said.split(",")]
+    pattern, _, layout_text = text.partition("=")
+    found = [_PLACE.fullmatch(part.strip()) for part in layout_text.split(",")]
     if not pattern.strip() or not all(found):
-        raise PlanError(f"cannot pin {text!r}", needed="PATTERN=AXIS:S(DIM) or AXIS:R", found=said or text, try_=f'--pin "{EXAMPLE}"')
+        raise PlanError(f"cannot pin {text!r}", needed="PATTERN=AXIS:S(DIM) or AXIS:R", found=layout_text or text, try_=f'--pin "{EXAMPLE}"')
     places = tuple((m[1], R if m[2] else S(int(m[3]))) for m in found if m is not None)
     return Pin(pattern.strip(), places)
 
 
 def resolve(pins: Iterable[Pin], parameters: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> dict[str, Placements]:
     """How every pinned parameter is laid out, by the name of its input. `parameters` gives shapes, `sizes` the mesh's axes."""
-    held: dict[str, dict[str, Placement]] = {}
+    placements: dict[str, dict[str, Placement]] = {}
     for pin in pins:
         for axis, _ in pin.places:
             if axis not in sizes:
@@ -60,17 +60,17 @@ def resolve(pins: Iterable[Pin], parameters: Mapping[str, tuple[int, ...]], size
         for name in _named(pin, parameters):
             for axis, place in pin.places:
                 _check(pin, name, parameters[name], place, sizes[axis])
-                held.setdefault(name, {})[axis] = place
-    return dict(held)
+                placements.setdefault(name, {})[axis] = place
+    return dict(placements)
 
 
 def _named(pin: Pin, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
     named = {bare(name): name for name in parameters}
     found = [full for name, full in named.items() if fnmatch.fnmatch(name, pin.pattern) or fnmatch.fnmatch(name, f"{pin.pattern}.weight")]
     if not found:
-        near = difflib.get_close_matches(pin.pattern, named, 3, 0.3)
+        close = difflib.get_close_matches(pin.pattern, named, 3, 0.3)
         raise PlanError(
-            f"no parameter is named {pin.pattern!r}", needed="a name or pattern of a parameter or module", found=pin.pattern, try_=near
+            f"no parameter is named {pin.pattern!r}", needed="a name or pattern of a parameter or module", found=pin.pattern, try_=close
         )
     return found
 
@@ -90,15 +90,15 @@ WHOLE = ("replicate", "sequence_parallel", "gather", "prepare", "norep")
 def dtensor_pins(model: nn.Module, plan: Mapping[str, Any], axis: str = "tp") -> list[Pin]:
     """A user's plan for `parallelize_module`, or a `tp_plan` of words, as pins of every parameter: what it does not name is replicated."""
     modules = {name: m for name, m in model.named_modules() if name}
-    cuts: dict[str, Placement] = {}
+    shards: dict[str, Placement] = {}
     for pattern, style in plan.items():
         named = [n for n in modules if fnmatch.fnmatch(n, pattern)]
         if not named:
-            near = difflib.get_close_matches(pattern, modules, 3, 0.3)
-            raise PlanError(f"the plan names no module by {pattern!r}", needed="a name or pattern of a module", found=pattern, try_=near)
+            close = difflib.get_close_matches(pattern, modules, 3, 0.3)
+            raise PlanError(f"the plan names no module by {pattern!r}", needed="a name or pattern of a module", found=pattern, try_=close)
         for name in named:
-            cuts |= _style(name, modules[name], style)
-    return [Pin(name, ((axis, cuts.get(name, R)),)) for name, _ in model.named_parameters()]
+            shards |= _style(name, modules[name], style)
+    return [Pin(name, ((axis, shards.get(name, R)),)) for name, _ in model.named_parameters()]
 
 
 def _style(name: str, module: nn.Module, style: Any) -> dict[str, Placement]:

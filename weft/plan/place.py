@@ -58,10 +58,10 @@ _taken: dict[Hashable, tuple[Layout, ...]] = {}  # layouts of operands that were
 MOST_TAKEN = 1 << 16
 
 
-def _remember(alike: Hashable, ways: tuple[Layout, ...]) -> None:
+def _remember(key: Hashable, strategies: tuple[Layout, ...]) -> None:
     if len(_taken) >= MOST_TAKEN:
         _taken.clear()
-    _taken[alike] = ways
+    _taken[key] = strategies
 
 
 def place(program: Program, mesh: Mesh, inputs: Mapping[str, Placements], options: PlacingOptions | None = None, **more: Any) -> Program:
@@ -181,18 +181,18 @@ class _Placer:
             item = make(node.op, tuple(args), attrs)
             return reshard(item, self.home[args[0]][node.attr("index")]) if args[0] in self.home else item
         for axis in self.options.turn:
-            turned = self._resharded(axis, node, args, attrs)
-            if turned is not None:
-                return turned
-        alike = self._layout_key(node, args)
-        for ways in (_taken[alike],) if alike in _taken else self._candidates(node, args):
+            resharded = self._resharded(axis, node, args, attrs)
+            if resharded is not None:
+                return resharded
+        key = self._layout_key(node, args)
+        for strategies in (_taken[key],) if key in _taken else self._candidates(node, args):
             try:
-                moved = [reshard(a, w) for a, w in zip(args, ways, strict=True)]
+                moved = [reshard(a, w) for a, w in zip(args, strategies, strict=True)]
                 new = _applied(node, moved, attrs)
             except (TypeMismatch, LayoutError):
                 continue
-            if alike is not None:
-                _remember(alike, tuple(ways))
+            if key is not None:
+                _remember(key, tuple(strategies))
             self.done |= {a: b for a, b in zip(args, moved, strict=True) if _partial_axes(a) and _partial_axes(a) <= self.inner and not _partial_axes(b)}
             return new
         raise PlanError(
@@ -263,29 +263,29 @@ class _Placer:
             return _at_one_root(here, args, n)
         if all(isinstance(h, Replicated) for h in here):
             return [_AxisStrategy(tuple(here), 0.0)]
-        ways = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
+        strategies = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
             if label != ONE and (label not in eq.whole or node.op.across and not self.options.in_order):
-                ways.append(_way(_sharded_places(eq, label, here, args), here, args, axis, n))
+                strategies.append(_way(_sharded_places(eq, label, here, args), here, args, axis, n))
         wanted = self._wanted(axis, node, eq) if axis in self.inner else []
-        ways = [_way(_sharded_places(eq, label, here, args), here, args, axis, n) for label in wanted] + ways
+        strategies = [_way(_sharded_places(eq, label, here, args), here, args, axis, n) for label in wanted] + strategies
         if wanted or axis in self.options.scatter:
-            ways = [_AxisStrategy(w.places, w.cost + self._later(w, node, eq, here, n)) for w in ways]
+            strategies = [_AxisStrategy(w.places, w.cost + self._later(w, node, eq, here, n)) for w in strategies]
         pending = frozenset(k for k, p in enumerate(here) if isinstance(p, P))
         for s in arg_sets(node.op.linear, len(args)):
             if s and s <= pending and not self.options.in_order:
                 passed = _way(tuple(P() if k in s else R for k in range(len(args))), here, args, axis, n)
-                ways.append(_AxisStrategy(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
+                strategies.append(_AxisStrategy(passed.places, passed.cost + self._swollen(axis, node, [args[k] for k in s]) + self._due(axis, node, s, args)))
         if axis in self.options.scatter and pending and not labels:
-            ways += self._scattered(eq, pending, here, args, axis, n)
-        return sorted(ways, key=lambda w: w.cost)
+            strategies += self._scattered(eq, pending, here, args, axis, n)
+        return sorted(strategies, key=lambda w: w.cost)
 
-    def _later(self, way: _AxisStrategy, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
+    def _later(self, strategy: _AxisStrategy, node: Node, eq: Equation, here: Sequence[Placement], n: int) -> float:
         """What a way costs further on: a result that is a partial sum is reduced, and weights that were sharded on purpose are not gathered."""
-        lost = any(isinstance(p, S) and eq.label(k, p.dim) not in eq.outs[0] for k, p in enumerate(way.places))
+        lost = any(isinstance(p, S) and eq.label(k, p.dim) not in eq.outs[0] for k, p in enumerate(strategy.places))
         bared = any(isinstance(h, S) and p != h and (a in self.alone or a.role is Role.PARAMETER)
-                    for h, p, a in zip(here, way.places, node.args, strict=True))  # fmt: skip
+                    for h, p, a in zip(here, strategy.places, node.args, strict=True))  # fmt: skip
         size = math.prod(node.types[0].shape) * node.types[0].dtype.itemsize
         return (math.inf if bared else 0.0) + (_move(P(), S(0), size, n) if lost else 0.0)
 
@@ -371,10 +371,10 @@ def _at_one_root(here: Sequence[Placement], args: Sequence[Node], n: int) -> lis
     """What several ranks hold, or have still to sum, sent to one of them, or to all."""
     roots = dict.fromkeys(h for h in here if isinstance(h, O))
     size = [0 if isinstance(h, Replicated) else nbytes(a.type) for h, a in zip(here, args, strict=True)]
-    ways = [
+    strategies = [
         _AxisStrategy(tuple(h if isinstance(h, Replicated) else r for h in here), sum(s for h, s in zip(here, size, strict=True) if h != r)) for r in roots
     ]
-    return sorted([*ways, _AxisStrategy(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
+    return sorted([*strategies, _AxisStrategy(tuple(R for _ in here), sum(size) * (n - 1))], key=lambda w: w.cost)
 
 
 def _sharded_places(eq: Equation, label: str, here: Sequence[Placement], args: Sequence[Node]) -> tuple[Placement, ...]:
@@ -405,7 +405,7 @@ def _move(here: Placement, there: Placement, nbytes: float, n: int) -> float:
 
 def _cheapest_first(per_axis: Sequence[Sequence[_AxisStrategy]]) -> Iterable[tuple[_AxisStrategy, ...]]:
     """Each axis's ways are sorted, so the first of each together are the cheapest; the others are put in order where these do not do."""
-    yield tuple(ways[0] for ways in per_axis)
+    yield tuple(strategies[0] for strategies in per_axis)
     combos = list(itertools.islice(itertools.product(*per_axis), 4096))
     yield from sorted(combos, key=lambda c: sum(w.cost for w in c))[1:]
 
@@ -413,7 +413,7 @@ def _cheapest_first(per_axis: Sequence[Sequence[_AxisStrategy]]) -> Iterable[tup
 def _layouts(mesh: Mesh, args: Sequence[Node], combo: Sequence[_AxisStrategy]) -> list[Layout] | None:
     out = []
     for k, a in enumerate(args):
-        places = {axis: way.places[k] for axis, way in zip(mesh.axes, combo, strict=True)}
+        places = {axis: strategy.places[k] for axis, strategy in zip(mesh.axes, combo, strict=True)}
         try:
             out.append(Layout.of(mesh, a.shape, places))
         except LayoutError:

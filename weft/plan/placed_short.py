@@ -37,11 +37,11 @@ class PlacedShort:
         s, p = self.setting, self.short.program
         named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sp and s.tp > 1)
         held, options = input_layouts(p, named, {})
-        told: dict[str, Placements] = {
+        placements: dict[str, Placements] = {
             f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
-        return placed_with(p, named.mesh, held, options, outputs=told)
+        return placed_with(p, named.mesh, held, options, outputs=placements)
 
     @property
     def program(self) -> Program:
@@ -153,8 +153,8 @@ class PlacedShort:
         total = 0.0
         for name, node in self.program.input_names.items():
             if node.role is Role.PARAMETER and (f"d.{name}" in self.program.output_names) in of and self.home(node) == part:
-                cut = "ep" in node.layout.placements and isinstance(node.layout.placement("ep"), S)
-                if cut == experts:
+                sharded = "ep" in node.layout.placements and isinstance(node.layout.placement("ep"), S)
+                if sharded == experts:
                     total += math.prod(node.layout.largest_local)
         return total
 
@@ -191,7 +191,7 @@ class PlacedShort:
         share = self._share(part, half)
         repeats = part in self.short.rows
         kept = float(sum(held(self.became(n)) for n in self.short.boundary[part // 2])) if repeats else 0.0
-        parts = tuple(self._again(way, part, half) for way in WAYS) if repeats else ()
+        parts = tuple(self._again(mode, part, half) for mode in WAYS) if repeats else ()
         frozen = any(self.params(part, experts, (False,)) for experts in (False, True))
         learnt = sum(self.params(part, experts, (True,)) for experts in (False, True)) if frozen else None
         return Block(
@@ -231,10 +231,10 @@ class PlacedShort:
     def _waiting(self, part: int, half: int) -> dict[Node, int]:
         return {n: size for n, size in self.saved.items() if self.part[n] == part and (half == WHOLE or self._halves.get(n, FFN) == half)}
 
-    def _again(self, way: str, part: int, half: int) -> tuple[str, tuple[Op, ...], float]:
+    def _again(self, mode: str, part: int, half: int) -> tuple[str, tuple[Op, ...], float]:
         """What is recomputed in this way, and the bytes that need not wait then."""
         _, made = self._made
-        inside = {made[n] for n in self.short.ways[part, way, half] if n in made}
+        inside = {made[n] for n in self.short.ways[part, mode, half] if n in made}
         inside |= {n for n in self.program.nodes if n in self.ahead and is_comm(n) and self.part[n] == part and self.joined.base(n.args[0]) in inside
                    and all(u in inside for u in self.program.users[n])}  # fmt: skip
         waiting = self._waiting(part, half)
@@ -243,7 +243,7 @@ class PlacedShort:
         more = {b for n in needed for a in n.args if (b := self.joined.base(a)) not in inside and b in self.ahead and b not in self.idle
                 and b.op.kind is not Kind.SOURCE and b not in self.saved}  # fmt: skip
         ops = tuple(op for at, ahead, nodes in self.kernels if at == part and ahead and nodes[-1] in needed for op in self.records(nodes))
-        return way, ops, float(sum(waiting[n] for n in freed) - sum(held(n) for n in more))
+        return mode, ops, float(sum(waiting[n] for n in freed) - sum(held(n) for n in more))
 
     def _needed(self, roots: Iterable[Node], inside: Collection[Node]) -> set[Node]:
         found, todo = set[Node](), list(roots)

@@ -52,11 +52,11 @@ class PlainTimes:
 
 def _total(ops: Iterable[Op], costs: Costs) -> float:
     """Ops one after another; what is overlapped is waited for after the next that computes."""
-    seconds = beside = 0.0
+    seconds = overlapped = 0.0
     for op in ops:
         own = costs.seconds(op)
         if isinstance(op, Collective):
-            beside, seconds = (max(beside, own), seconds) if op.hidden else (beside, seconds + own)
+            overlapped, seconds = (max(overlapped, own), seconds) if op.hidden else (overlapped, seconds + own)
         else:
-            seconds, beside = seconds + max(own, beside), 0.0
+            seconds, overlapped = seconds + max(own, overlapped), 0.0
     return seconds

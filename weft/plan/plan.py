@@ -202,9 +202,9 @@ class Plan:
             raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length", found=f"seq {self.seq}")
         return not self.layouts
 
-    def require_may_run(self, said: bool) -> None:
+    def require_may_run(self, allowed: bool) -> None:
         """A plan may come from anywhere, and with it the name of a file: refused unless the user said that it may be run."""
-        if ":" in self.model and not self.model.startswith("hf:") and not said:  # of a Hugging Face folder only config.json is read
+        if ":" in self.model and not self.model.startswith("hf:") and not allowed:  # of a Hugging Face folder only config.json is read
             raise PlanError(
                 f"the plan names {self.model}, which is code that runs only if you allow it", needed="leave to run it", found="none",
                 try_="--run-model, if you know that file and the plan",
@@ -333,9 +333,9 @@ def zero_levels(program: Program) -> dict[str, int]:
     """The ZeRO stage of every parameter of a placed step: 3 where it is sharded along dp, 1 where its optimizer state is."""
     if "dp" not in program.mesh.sizes:
         return {}
-    cut = {n for n, x in program.input_names.items() if isinstance(x.layout.placement("dp"), S)}
-    states = {n.partition(".")[2] for n in program.inputs_for(Role.STATE) if n in cut}
-    return {n: 3 if n in cut else int(n.removeprefix("param.") in states) for n in program.inputs_for(Role.PARAMETER)}
+    sharded = {n for n, x in program.input_names.items() if isinstance(x.layout.placement("dp"), S)}
+    states = {n.partition(".")[2] for n in program.inputs_for(Role.STATE) if n in sharded}
+    return {n: 3 if n in sharded else int(n.removeprefix("param.") in states) for n in program.inputs_for(Role.PARAMETER)}
 
 
 OLD_NAMES = {"param": Role.PARAMETER, "buffer": Role.BUFFER, "constant": Role.CONSTANT, "batch": Role.BATCH, "seed": Role.SEED, "step": Role.SETTING}

@@ -194,9 +194,9 @@ def _program(request: Request, say: Say) -> Plan | Infeasible:
         stack, own = None, programs.example_size(request.model)
     say(f"capturing {request.model}")
     seq = stack.seq if stack else 0
-    whole = request.batch or (usual_batch(stack.params, seq) if stack and seq else own * place.devices)
+    full = request.batch or (usual_batch(stack.params, seq) if stack and seq else own * place.devices)
 
-    def on(part: Cluster, batch: int = whole, limits: Limits = request.limits) -> Plan | Infeasible:
+    def on(part: Cluster, batch: int = full, limits: Limits = request.limits) -> Plan | Infeasible:
         def by_blocks() -> Iterator[Spec]:
             made = plan_stack(replace(request, cluster=part.text, batch=batch, limits=limits.runnable()), say) if stack else None
             yield from [made.spec] if isinstance(made, Plan) else []
@@ -205,7 +205,7 @@ def _program(request: Request, say: Say) -> Plan | Infeasible:
         return programs.plan_program(request.model, part, batch, dtype, limits, objective, say, seq, by_blocks)  # type: ignore[no-any-return]
 
     made = _cheapest(place, on, say) if request.objective == "cost" else on(place)
-    return made if isinstance(made, Plan) else _nearest_program(made, request, place, whole, on, say)
+    return made if isinstance(made, Plan) else _nearest_program(made, request, place, full, on, say)
 
 
 def _nearest_program(
@@ -249,10 +249,10 @@ def _plan(request: Request, problem: PlanProblem, say: Say) -> Plan | Infeasible
     others = {n: rounded_ms(exact[n].seconds) for n in names if n != "weft"}
     origin = "weft" if best.endswith(OVERLAPPED) else best
     made = _record(request, search, exact[best], origin, others, {k: v for k, v in lacking.items() if k != "weft"}, pool)
-    told = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those with equal words
-    told.pop(describe(exact[best].setting), None)
-    more: dict[str, Any] = {"equal_ms": dict(reversed(told.items()))} if told else {}
-    more |= {"equal_within": within} if told and within != equal_within() else {}
+    equal_ms = {describe(exact[n].setting): rounded_ms(exact[n].seconds) for n in reversed(equal)}  # the fastest of those with equal words
+    equal_ms.pop(describe(exact[best].setting), None)
+    more: dict[str, Any] = {"equal_ms": dict(reversed(equal_ms.items()))} if equal_ms else {}
+    more |= {"equal_within": within} if equal_ms and within != equal_within() else {}
     return replace(made, predicted={**made.predicted, **more, **_advice(search, exact, objective)})
 
 
@@ -268,8 +268,8 @@ def _advice(search: Search, exact: Mapping[str, Found], objective: str) -> dict[
     found = min(fits, key=lambda f: (f.seconds, plainness(f.setting)), default=None)
     if found is None or found.seconds > (1 - WORTH) * min(f.seconds for f in exact.values()):
         return {}
-    near = [f for f in fits if f.seconds <= found.seconds * math.exp(equal_within())]
-    found = min(near, key=lambda f: (_uneven(f), plainness(f.setting)))
+    within_error = [f for f in fits if f.seconds <= found.seconds * math.exp(equal_within())]
+    found = min(within_error, key=lambda f: (_uneven(f), plainness(f.setting)))
     return {"padded_ms": {f"pad the vocabulary {odd} -> {rounded(odd)}, with {describe(found.setting)}": rounded_ms(found.seconds)}}
 
 
@@ -306,8 +306,8 @@ def choose(
     order = sorted(pool, key=lambda n: (*rank(pool[n], objective), n != "weft"))
     if fastest or objective == "memory":
         return order[0], []
-    near = pool[order[0]].seconds * math.exp(equal_within() if within is None else within)
-    equal = [n for n in order if pool[n].seconds <= near]
+    within_error = pool[order[0]].seconds * math.exp(equal_within() if within is None else within)
+    equal = [n for n in order if pool[n].seconds <= within_error]
     best = min(equal, key=lambda n: (pool[n].memory > CROWDED * room, _uneven(pool[n]), plainness(pool[n].setting)))
     return best, [n for n in equal if n != best]
 

@@ -100,9 +100,9 @@ def as_products(captured: Captured) -> RewrittenStep:
     program, made = by_definition(captured.program), dict[Node, Node]()
     for n in program.nodes:
         args = tuple(made[a] for a in n.args)
-        turned = PRODUCTS.get(str(n.attr("equation"))) if n.op is einsum_op else None
-        if turned is not None:
-            made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, turned, strict=True)))
+        transposition = PRODUCTS.get(str(n.attr("equation"))) if n.op is einsum_op else None
+        if transposition is not None:
+            made[n] = matmul(*(a if order is None else permute(a, order) for a, order in zip(args, transposition, strict=True)))
         else:
             made[n] = with_operands(n, args)
     outputs = {name: made[n] for name, n in program.outputs}
@@ -146,6 +146,6 @@ def words(moves: Sequence[Move]) -> Iterator[str]:
     yield f"{SPELLED} backwards at every matmul, gradients derived anew"
     for move in moves:
         use = move.use
-        turned = " backwards" if use.rule.endswith("~") else ""
+        transposition = " backwards" if use.rule.endswith("~") else ""
         where = f"{use.op} {use.at}" + (f" and {use.places - 1} alike" if use.places > 1 else "")
-        yield f"{use.rule.rstrip('~')}{turned} at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")
+        yield f"{use.rule.rstrip('~')}{transposition} at {where}" + (" of the forward pass, gradients derived anew" if move.forward else "")

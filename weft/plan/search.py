@@ -162,7 +162,7 @@ class Search:
         devices, s, work = self.devices(c.setting), c.setting, self.work(c.setting)
         starts = itertools.accumulate(map(layers_of, stages), initial=0)
         own = [
-            sum(self.times(s, devices[g % s.pp]).of(name, way) * n for name, way, n in by_kind(work, stage, start))
+            sum(self.times(s, devices[g % s.pp]).of(name, mode) * n for name, mode, n in by_kind(work, stage, start))
             for g, (stage, start) in enumerate(zip(stages, starts, strict=False))
         ]
         late = self._late(s, self.plain(s).layer)
@@ -231,7 +231,7 @@ class Search:
     def tailored(self, setting: Setting, measure: Measure) -> Found | None:
         """A setting with its stages partitioned, the host keeping activations or not, whichever is faster."""
         found = self._tailored(setting, measure)
-        if found is not None and all(way not in OFFLOADED for stage in found.setting.stages for _, way, _ in stage):
+        if found is not None and all(mode not in OFFLOADED for stage in found.setting.stages for _, mode, _ in stage):
             return found
         other = self._tailored(setting, replace(measure, host=False)) if measure.host else None
         return min((f for f in (found, other) if f is not None), key=lambda f: f.seconds, default=None)
@@ -241,13 +241,13 @@ class Search:
         stages = self._stages(setting, measure)
         if stages is None:
             return None
-        ways = {again for stage in stages for name, again, _ in stage if name not in ("first", "last")}
+        modes = {again for stage in stages for name, again, _ in stage if name not in ("first", "last")}
         counts = tuple(sum(n for name, _, n in stage if name == "layer") for stage in stages)
-        whole = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
-        way = min(ways).replace("none", "") if len(ways) == 1 and whole else MIXED
-        if way in RECOMPUTE:
+        full = all(name in ("first", "layer", "last") for stage in stages for name, *_ in stage)
+        mode = min(modes).replace("none", "") if len(modes) == 1 and full else MIXED
+        if mode in RECOMPUTE:
             even = setting.pp == 1 or counts == even_layers(self.problem.depth, setting.virtual_stages)
-            same = replace(setting, recompute=way)
+            same = replace(setting, recompute=mode)
             return self.price(same if even else same.with_layers(counts))
         return self.price(replace(setting, stages=stages))
 
@@ -288,8 +288,8 @@ class Search:
 
     def step(self, setting: Setting) -> SimulatedStep:
         """The full simulation."""
-        work, lie = self.work(setting), (_work_key(setting), setting.replicas)
-        return simulate(staged(work, setting), setting, self.cluster, self._phases.setdefault(lie, {}))
+        work, key = self.work(setting), (_work_key(setting), setting.replicas)
+        return simulate(staged(work, setting), setting, self.cluster, self._phases.setdefault(key, {}))
 
     def work(self, s: Setting) -> Workload:
         key = _work_key(s)
@@ -347,11 +347,11 @@ class Search:
         computed = max(self._stage(s, plain, own[i], ends.get(i, ()), travels) + sum(counts[:i]) * layer + i * 2 * send for i in {0, fullest, s.pp - 1})
         return max(computed + blocked + again, send * passes)
 
-    def _balanced(self, s: Setting, plain: PlainTimes, travels: bool) -> float:
+    def _balanced(self, s: Setting, plain: PlainTimes, with_communication: bool) -> float:
         """Stages as long as suits the pipeline, T together. Let r be the part of a pass that others wait for: M t_i + r sum_{j<i} t_j <= C for all i
         is least where all are equal, which gives t_i = t_0 (1 - r/M)^i and C = T r / (1 - (1 - r/M)^p)."""
         m, ends, again = s.micro_batches, (plain.first, plain.last), sum(self._must_rerun(s))
-        total = self._stage(s, plain, self.problem.depth, ends, travels) / m * self._slower(s) + again
+        total = self._stage(s, plain, self.problem.depth, ends, with_communication) / m * self._slower(s) + again
         late = self.problem.depth * self._late(s, plain.layer)
         once = self._stage(s.in_micro_batches(1), plain, self.problem.depth, ends, False)
         r = min(1.0, max(1e-9, once - late + again) / total)
@@ -366,9 +366,9 @@ class Search:
         if key not in self._hulls:
             times = self.times(s, self._fastest(s))
             self._hulls[key] = mean_hull([times.with_host(layer) for layer, _ in work.kinds], shares)
-        held = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
-        state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(held, shares, strict=True)) * layers
-        left = room(self.memory) - state - min(m.temporaries + m.buffers for m in held)
+        memories = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
+        state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(memories, shares, strict=True)) * layers
+        left = room(self.memory) - state - min(m.temporaries + m.buffers for m in memories)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
         return [layers * least_more(self._hulls[key], left * s.chunks / (n * layers)) for n in alive]
 
@@ -381,12 +381,12 @@ class Search:
     def _late(self, s: Setting, t: OpTimes) -> float:
         return t.weight if s.pipeline.defers_weights else 0.0
 
-    def _stage(self, s: Setting, plain: PlainTimes, layers: int, ends: tuple[OpTimes, ...], travels: bool) -> float:
+    def _stage(self, s: Setting, plain: PlainTimes, layers: int, ends: tuple[OpTimes, ...], with_communication: bool) -> float:
         """Of one stage: its passes, and what they cannot hide."""
         m = s.micro_batches
         forward = layers * plain.layer.forward + sum(t.forward for t in ends)
         backward = layers * plain.layer.backward[s.again] + sum(t.backward[s.again] for t in ends)
-        reduce, gather = self._link_seconds(s) if travels and s.size("data") > 1 else (0.0, 0.0)
+        reduce, gather = self._link_seconds(s) if with_communication and s.size("data") > 1 else (0.0, 0.0)
         r, g = reduce * layers, gather * layers
         if s.zero == 3 and not s.gather_once:
             return m * (max(forward, g) + max(backward, g + r if s.overlap_grads else g))
@@ -402,8 +402,8 @@ class Search:
         if (key, "r") not in self._links:
             costs = self._costs(s)
             how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
-            for name, travels in (("r", reductions), ("g", gathers)):
-                each = [(max((costs.seconds(op) for op in travels(layer, how)), default=0.0), n) for layer, n in self.work(s).kinds]
+            for name, with_communication in (("r", reductions), ("g", gathers)):
+                each = [(max((costs.seconds(op) for op in with_communication(layer, how)), default=0.0), n) for layer, n in self.work(s).kinds]
                 self._links[key, name] = sum(seconds * n for seconds, n in each) / self.problem.depth
         return self._links[key, "r"], self._links[key, "g"] if s.zero else 0.0
 
@@ -470,8 +470,8 @@ def plainness(s: Setting) -> tuple[object, ...]:
     """Fewer kinds of sharding first, then smaller degrees, so that of equal settings the plainer is taken."""
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
     kept = (*RECOMPUTE, *OFFLOADED, MIXED).index(s.again)
-    cut = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.chunks)
-    return (*cut, s.schedule, kept, -s.micro_batch, s.sp, s.async_tp, s.gather_once)
+    shape = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.chunks)
+    return (*shape, s.schedule, kept, -s.micro_batch, s.sp, s.async_tp, s.gather_once)
 
 
 def describe(s: Setting) -> str:

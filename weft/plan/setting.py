@@ -159,6 +159,6 @@ def _rounds(batch: int, unit: int) -> int:
 
 def require_count(name: str, value: int) -> None:
     """Refuse a number that no setting can have."""
-    most, said = MOST.get(name, DEVICES), name.replace("_", " ")
+    most, words = MOST.get(name, DEVICES), name.replace("_", " ")
     if not 1 <= value <= most:
-        raise PlanError(f"{said} is {value}", needed=f"{said} of 1 or more" if value < 1 else f"{said} of at most {most:,}", found=str(value))
+        raise PlanError(f"{words} is {value}", needed=f"{words} of 1 or more" if value < 1 else f"{words} of at most {most:,}", found=str(value))

@@ -63,14 +63,14 @@ def short_of(captured: Captured) -> Short:
     forward = new_program(captured.program.name, captured.program.mesh, [n for n in captured.program.inputs if n in kept], {"loss": loss})
     wanted = [name for name, x in captured.parameters.items() if name in forward.input_names and x.requires_grad and x.is_floating_point()]
     program = grad(forward, "loss", wanted)
-    ways = {
-        (2 * i + 1, way, half): frozenset(became[n] for k in unit for r in layers.again(k, way, half) for n in r.nodes)
-        for i, unit in enumerate(units) for way in WAYS for half in (ATTENTION, FFN, WHOLE)
+    modes = {
+        (2 * i + 1, mode, half): frozenset(became[n] for k in unit for r in layers.again(k, mode, half) for n in r.nodes)
+        for i, unit in enumerate(units) for mode in WAYS for half in (ATTENTION, FFN, WHOLE)
     }  # fmt: skip
     row = rows[0]
     halved = len(rows) == row.period == 1 and layers.middle(row.start) is not None
     half = frozenset(layers.nodes(row.start, ATTENTION)) if halved else frozenset[Node]()
-    return Short(program, _backward_parts(program, part, active), active, tuple(row.count for row in rows), ends, ways, half)
+    return Short(program, _backward_parts(program, part, active), active, tuple(row.count for row in rows), ends, modes, half)
 
 
 def _shortened(layers: Layers, rows: Sequence[Row]) -> dict[Node, Node]:

@@ -158,13 +158,13 @@ class _Simulation:
 
     def _in_order(self) -> list[list[LayerRun]]:
         """Layers of each virtual stage, first to last; the first also looks up words, the last also computes the loss."""
-        cuts = self.setting.virtual_stages
+        virtual = self.setting.virtual_stages
         if self.work.stages:
             return [[LayerRun(block, n) for block, n in stage] for stage in self.work.stages]
-        ends = cuts == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
-        if cuts > self.work.depth and not ends:
-            raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(cuts))
-        counts = even_layers(self.work.depth, cuts)
+        ends = virtual == self.work.depth + 2  # one layer each, but for embedding and head, which are stages of their own
+        if virtual > self.work.depth and not ends:
+            raise PlanError("more stages than layers", needed=f"pp x virtual at most {self.work.depth}", found=str(virtual))
+        counts = even_layers(self.work.depth, virtual)
         starts = itertools.accumulate(counts, initial=0)
         stages = [[LayerRun(*run) for run in self.work.layers(start, n)] for start, n in zip(starts, counts, strict=False)]
         stages[0].insert(0, LayerRun(self.work.first, 1))
@@ -245,17 +245,17 @@ class _Simulation:
 
     def _head(self, stage: int) -> _StageTask:
         """Gathering of updated parameters that the first forward does not hide; it needs nothing of other stages."""
-        s, way = self.setting, self._way("forward")
+        s, mode = self.setting, self._way("forward")
         once = s.zero in (1, 2) and s.overlap_params or s.zero == 3 and s.gather_once
-        made = self._beyond(stage, way, replace(way, gather=True)) if once and self.copies > 1 else Phase(0.0)
+        made = self._beyond(stage, mode, replace(mode, gather=True)) if once and self.copies > 1 else Phase(0.0)
         return _StageTask(stage, Task("gather parameters", f"stage {stage}", made.seconds, (), "dp"), made)
 
     def _tail(self, stage: int) -> Phase:
         """Reduction of gradients that the last backward does not hide."""
-        s, way = self.setting, self._way("weight" if self.setting.pipeline.defers_weights else "backward")
-        if self.copies == 1 or not s.overlap_grads or way.reduce:
+        s, mode = self.setting, self._way("weight" if self.setting.pipeline.defers_weights else "backward")
+        if self.copies == 1 or not s.overlap_grads or mode.reduce:
             return Phase(0.0)
-        return self._beyond(stage, way, replace(way, reduce=self.how.reduce))
+        return self._beyond(stage, mode, replace(mode, reduce=self.how.reduce))
 
     # --- the end of the step
 
@@ -290,8 +290,8 @@ class _Simulation:
         """Adam on what this rank holds: state read and written, gradient read for the norm and for the update."""
         s, parts = self.setting, self.stage_parts(stage)
         dense, expert = (sum(p.block.learnt[i] * p.count for p in parts) for i in (0, 1))
-        held = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
-        touched = held * (26 + 2 * WIDTH[s.grad_dtype])
+        bytes_stored = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
+        touched = bytes_stored * (26 + 2 * WIDTH[s.grad_dtype])
         seconds = self.costs[stage].seconds(MemoryBound("optimizer", touched, 0, launches=4))
         return Phase(seconds, {"optimizer": seconds})
 

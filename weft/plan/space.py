@@ -174,12 +174,12 @@ class PlanProblem:
     def depth(self) -> int:
         return self.shape.depth
 
-    def chunk(self, cuts: int) -> int:
-        """Layers of each of `cuts` chunks where they come out even, or would if embedding and head were a layer each; else 0. Two chunks more than
+    def chunk(self, stages: int) -> int:
+        """Layers of each of `stages` chunks where they come out even, or would if embedding and head were a layer each; else 0. Two chunks more than
         layers are embedding and head alone."""
-        if cuts > self.depth and cuts != self.depth + 2:
+        if stages > self.depth and stages != self.depth + 2:
             return 0
-        return next((n // cuts for n in (self.depth, self.depth + 2) if n % cuts == 0), 0)
+        return next((n // stages for n in (self.depth, self.depth + 2) if n % stages == 0), 0)
 
 
 def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[Setting]:
@@ -245,8 +245,8 @@ def _tensor_strategies(space: Space, base: Setting) -> list[tuple[bool, bool]]:
     if base.tp == 1:
         return [(False, False)]
     best = max(space.async_tp)  # a collective in pieces overlapped with its matmul is never later than one before it
-    ways = space.sp if base.cp == 1 else space.sp[-1:]  # where tokens are sharded anyway, they are between matmuls too
-    return [(sp, sp and best) for sp in ways]
+    options = space.sp if base.cp == 1 else space.sp[-1:]  # where tokens are sharded anyway, they are between matmuls too
+    return [(sp, sp and best) for sp in options]
 
 
 def _schedules(problem: PlanProblem, space: Space, base: Setting) -> Iterator[tuple[str, int]]:

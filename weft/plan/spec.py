@@ -120,18 +120,18 @@ class Spec:
         if folds and self.virtual not in (0, 2):
             raise PlanError(f"no plan {text!r}", needed=f"two runs of layers on a rank for {self.schedule}", found=str(self.virtual), try_="virtual2")
         if not self.open and not self.pipeline.may_take(self.pp, self.micro_batches):
-            near = self.pipeline.rounds * self.pp if folds else -(-self.micro_batches // self.pp) * self.pp
-            needed = f"{near} micro-batches or more" if folds else f"micro-batches in rounds of {self.pp}"
-            raise PlanError(f"no plan {text!r}", needed=needed, found=str(self.micro_batches), try_=f"micro{near}")
+            close = self.pipeline.rounds * self.pp if folds else -(-self.micro_batches // self.pp) * self.pp
+            needed = f"{close} micro-batches or more" if folds else f"micro-batches in rounds of {self.pp}"
+            raise PlanError(f"no plan {text!r}", needed=needed, found=str(self.micro_batches), try_=f"micro{close}")
         for word, wanted_ep in (("async-ep", self.async_ep), ("ragged-ep", self.ragged_ep)):
             if wanted_ep and self.ep == 1:
                 raise PlanError(f"no plan {text!r}", needed=f"ep2 or more for {word}", found=text)
         if self.async_ep and self.ragged_ep:
             raise PlanError(f"no plan {text!r}", needed="async-ep or ragged-ep: chunks of tokens are gathered, not sent", found=text, try_="ragged-ep")
-        for name, said in (("stage:", self.stages), ("split:", self.splits)):
+        for name, decided in (("stage:", self.stages), ("split:", self.splits)):
             wanted = self.virtual_stages - (name == "split:")
-            if said and len(said) != wanted:
-                raise PlanError(f"no plan {text!r}", needed=f"{wanted} words with {name} for {self.pp} stages", found=str(len(said)))
+            if decided and len(decided) != wanted:
+                raise PlanError(f"no plan {text!r}", needed=f"{wanted} words with {name} for {self.pp} stages", found=str(len(decided)))
         for pin in self.pins:
             parse_pin(pin)
         return self
@@ -167,15 +167,15 @@ class Spec:
         """Layers of each virtual stage, where it is said what stages are made of; attention or feed-forward alone is half of one."""
         return tuple(sum(SIZES.get(name, 0.0) * n for name, _, n in stage) for stage in self.stages)
 
-    def recomputing(self, way: str) -> Self:
+    def recomputing(self, mode: str) -> Self:
         """The same with all layers run in one of the ways of `plan.layers`."""
-        again = "" if way in ("none", OFFLOAD) else way.removesuffix(f"-{OFFLOAD}")
-        return replace(self, recompute=again, offload=way.endswith(OFFLOAD))
+        again = "" if mode in ("none", OFFLOAD) else mode.removesuffix(f"-{OFFLOAD}")
+        return replace(self, recompute=again, offload=mode.endswith(OFFLOAD))
 
     def with_layers(self, counts: Sequence[int]) -> Self:
         """The same with so many layers in each virtual stage, of which all recompute the same."""
-        way = "none" if self.recompute == MIXED else self.again or "none"
-        return replace(self, stages=tuple((("layer", way, n),) for n in counts))
+        mode = "none" if self.recompute == MIXED else self.again or "none"
+        return replace(self, stages=tuple((("layer", mode, n),) for n in counts))
 
     def zero_of(self, parameter: str) -> int:
         """The ZeRO stage of a parameter, by the last pattern that fits its name."""
@@ -193,15 +193,15 @@ class Spec:
         return ",".join(self._words()) or "dp1"
 
     def _words(self) -> Iterator[str]:
-        said = {name for name in DECIDED if name not in self.open} if self.open else set[str]()  # where some are open, all others are given
-        yield from (f"{a}{getattr(self, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(self, a) > 1 or a in said)
-        if (self.schedule != PLAIN and (self.pp > 1 or "pp" in self.open)) or "schedule" in said:
+        decided = {name for name in DECIDED if name not in self.open} if self.open else set[str]()  # where some are open, all others are given
+        yield from (f"{a}{getattr(self, a)}" for a in ("dp", "cp", "ep", "tp", "pp") if getattr(self, a) > 1 or a in decided)
+        if (self.schedule != PLAIN and (self.pp > 1 or "pp" in self.open)) or "schedule" in decided:
             yield self.schedule
         yield from (f"{w}{getattr(self, w)}" for w in ("zero", "shards", "micro", "virtual") if getattr(self, w))
-        yield from ("zero0" for _ in range("zero" in said and not self.zero))
-        yield from (word if getattr(self, name) else f"no-{word}" for word, name in FLAGS.items() if getattr(self, name) or name in said)
-        if self.recompute or "recompute" in said:
-            yield next((word for word, way in RECOMPUTE_WORDS.items() if way == self.recompute), f"recompute:{self.recompute}")
+        yield from ("zero0" for _ in range("zero" in decided and not self.zero))
+        yield from (word if getattr(self, name) else f"no-{word}" for word, name in FLAGS.items() if getattr(self, name) or name in decided)
+        if self.recompute or "recompute" in decided:
+            yield next((word for word, mode in RECOMPUTE_WORDS.items() if mode == self.recompute), f"recompute:{self.recompute}")
         yield from (f"zero{level}:{pattern}" for pattern, level in self.groups)
         yield from ("stage:" + "+".join(map(_piece_text, stage)) for stage in self.stages)
         yield from (f"split:{path}" for path in self.splits)
@@ -227,9 +227,9 @@ class Spec:
         return Spec(**own | {"open": frozenset(own.get("open", ()))})
 
 
-def left_to_host(way: str) -> str:
+def left_to_host(mode: str) -> str:
     """The same way of running a layer, with what it keeps kept by the host."""
-    return OFFLOAD if way in ("", "none") else f"{way}-{OFFLOAD}"
+    return OFFLOAD if mode in ("", "none") else f"{mode}-{OFFLOAD}"
 
 
 TUPLES = ("groups", "stages", "splits", "pins", "shares")
@@ -276,8 +276,8 @@ def _instead(word: str) -> list[str]:
         return [",".join(re.findall(r"[a-z]+\d+", glued[0]))]
     digits = re.search(r"\d*$", word)
     number = digits[0] if digits else ""
-    near = get_close_matches(word.removesuffix(number), [*NUMBERS, *WORDS], n=2)
-    return [n + (number or "2") if n in NUMBERS else n for n in near]
+    close = get_close_matches(word.removesuffix(number), [*NUMBERS, *WORDS], n=2)
+    return [n + (number or "2") if n in NUMBERS else n for n in close]
 
 
 def _piece(text: str) -> Piece:
@@ -287,8 +287,8 @@ def _piece(text: str) -> Piece:
 
 
 def _piece_text(piece: Piece) -> str:
-    name, way, n = piece
-    return name + (f"/{way}" if way != "none" else "") + (f"*{n}" if n != 1 else "")
+    name, mode, n = piece
+    return name + (f"/{mode}" if mode != "none" else "") + (f"*{n}" if n != 1 else "")
 
 
 def _listed(value: Any) -> Any:

@@ -69,11 +69,11 @@ class Stage:
         return [n for n in self.step.output_names if n.startswith(kind)]
 
 
-def split(captured: Captured, stages: int, cuts: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
+def split(captured: Captured, stages: int, ends: Sequence[Cut] | None = None, again: Sequence[Region] = ()) -> tuple[Stage, ...]:
     """The stages of a step, split for balance unless told where."""
     forward = Forward(captured)
-    cuts = chosen_ends(captured, stages) if cuts is None else cuts
-    made = forward.stages(forward.split_at(cuts), len(cuts) + 1, again)
+    ends = chosen_ends(captured, stages) if ends is None else ends
+    made = forward.stages(forward.split_at(ends), len(ends) + 1, again)
     return _with_gradients(captured, made) if captured.gradients else tuple(made)
 
 
@@ -142,8 +142,8 @@ class Forward:
         """Ends where several values pass, as few as give so many stages: skip connections and branches cross such a border."""
         places = [tuple(n for n in self.main if n in open_) for _, open_ in _open(self.main, self.active, len(self.main)) if _may_pass(open_)]
         places = list(dict.fromkeys(places))
-        for most in sorted({len(cut) for cut in places}):
-            self.ends = [cut for cut in places if len(cut) <= most]
+        for most in sorted({len(end) for end in places}):
+            self.ends = [end for end in places if len(end) <= most]
             if len(self.ends) >= stages - 1:
                 break
 
@@ -174,9 +174,9 @@ class Forward:
     def split_at(self, cuts: Sequence[Cut]) -> dict[Node, int]:
         """The stage of every active value: the first whose end needs it, or behind all it reads."""
         found: dict[Node, int] = {}
-        for k, cut in enumerate(cuts):
-            self._stand(cut, k, found)
-        ends = {n: k for k, cut in enumerate(cuts) for n in cut}
+        for k, end in enumerate(cuts):
+            self._stand(end, k, found)
+        ends = {n: k for k, end in enumerate(cuts) for n in end}
         for n in self.order:
             if n in self.active and (n not in found or n.op.is_item):
                 behind = (max(found[a], ends.get(a, -1) + (not n.op.is_item)) for a in n.args if a in found)

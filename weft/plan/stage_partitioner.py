@@ -83,21 +83,21 @@ def by_kind(work: Workload, pieces: Sequence[Piece], start: int) -> Iterator[Pie
     """Pieces with layers of other kinds by names of their own; `start` layers come before them."""
     names = [*(f"{LAYER} of kind {i}" for i in range(len(work.others))), LAYER]
     kinds = {id(block): name for (block, _), name in zip(work.kinds, names, strict=True)}
-    for name, way, n in pieces:
+    for name, mode, n in pieces:
         if name != LAYER or not work.others:
-            yield name, way, n
+            yield name, mode, n
             continue
-        yield from ((kinds[id(block)], way, some) for block, some in work.layers(start, n))
+        yield from ((kinds[id(block)], mode, some) for block, some in work.layers(start, n))
         start += n
 
 
 def spread(mix: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
     """Ways of layers in order: those of which the host keeps all stand evenly among the others, so that its link has time for each, and none last."""
-    hosted, others = mix[0][1] if mix[0][0] == OFFLOAD else 0, [(way, n) for way, n in mix if way != OFFLOAD]
+    hosted, others = mix[0][1] if mix[0][0] == OFFLOAD else 0, [(mode, n) for mode, n in mix if mode != OFFLOAD]
     total = sum(n for _, n in mix)
-    rest = (way for way, n in others for _ in range(n))
+    rest = (mode for mode, n in others for _ in range(n))
     order = [OFFLOAD if (k + 1) * hosted // total > k * hosted // total else next(rest) for k in reversed(range(total))]
-    yield from ((way, len(list(group))) for way, group in itertools.groupby(order))
+    yield from ((mode, len(list(group))) for mode, group in itertools.groupby(order))
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class Times:
     _known: dict[tuple[str, str], float] = field(default_factory=dict)
     _free: dict[str, float] = field(default_factory=dict)
 
-    def of(self, name: str, way: str) -> float:
-        if (name, way) not in self._known:
+    def of(self, name: str, mode: str) -> float:
+        if (name, mode) not in self._known:
             block = named_blocks(self.work)[name]
-            own = replace(block, again=_on_device(way))
+            own = replace(block, again=_on_device(mode))
             took = sum(self._pass(own, direction) for direction in ("forward", "backward"))
-            self._known[name, way] = took + self.copied(replace(block, again=way).hosted(way))
-        return self._known[name, way]
+            self._known[name, mode] = took + self.copied(replace(block, again=mode).hosted(mode))
+        return self._known[name, mode]
 
     def _pass(self, block: Block, direction: str) -> float:
         more, less = (phase(self.costs, [LayerRun(block, n)], Pass(direction)).seconds for n in (3, 2))
@@ -149,9 +149,9 @@ class Times:
         rest = [Point(more + left * p.more, left * p.kept, p.way) for p in hull]
         return [hull[0], *(p for p in rest if p.kept < hull[0].kept), Point(more + left * hull[-1].more + 1e-12, 0.0, OFFLOADED[-1])]
 
-    def hull(self, ways: Sequence[str], layer: Block) -> list[Point]:
+    def hull(self, modes: Sequence[str], layer: Block) -> list[Point]:
         """The lower Pareto front of (bytes kept, seconds more), from the fastest to the leanest."""
-        points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in ways]
+        points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in modes]
         hull: list[Point] = []
         for p in sorted(points, key=lambda p: (p.more, p.kept)):
             if hull and p.kept >= hull[-1].kept:
@@ -162,9 +162,9 @@ class Times:
         return hull
 
 
-def _on_device(way: str) -> str:
+def _on_device(mode: str) -> str:
     """What a way computes again."""
-    return "none" if way == OFFLOAD else way.removesuffix(f"-{OFFLOAD}")
+    return "none" if mode == OFFLOAD else mode.removesuffix(f"-{OFFLOAD}")
 
 
 def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
@@ -191,8 +191,8 @@ def least_more(hull: Sequence[Point], kept: float) -> float:
     return hull[-1].more
 
 
-def _kept(layer: Block, way: str) -> float:
-    return layer.kept if way == "full" else layer.saved - layer.not_kept(way)
+def _kept(layer: Block, mode: str) -> float:
+    return layer.kept if mode == "full" else layer.saved - layer.not_kept(mode)
 
 
 def named_blocks(work: Workload) -> dict[str, Block]:
@@ -253,7 +253,7 @@ class StagePartitioner:
         made: list[Piece] = [("first", "none", 1)] if stage == 0 else []
         if count and start % 2:
             made.append((self.work.halves[1].name, lone, 1))
-        made += [(LAYER, way, n) for way, n in spread(mix)]
+        made += [(LAYER, mode, n) for mode, n in spread(mix)]
         if count and (start + count) % 2:
             made.append((self.work.halves[0].name, lone, 1))
         return (*made, *([("last", "none", 1)] if stage == self.setting.pp - 1 else []))
@@ -261,18 +261,18 @@ class StagePartitioner:
     def _mixes(self, layers: int) -> list[tuple[tuple[str, int], ...]]:
         """From all layers the fastest way to all the leanest, one layer at a time: the host keeps those that cost nothing, the others recompute more
         and more, and at last the host keeps inputs."""
-        ways, hosted = self.ways, self._left_to_host(layers)
+        modes, hosted = self.ways, self._left_to_host(layers)
         if not layers:
-            return [((ways[i], 0),) for i in range(len(ways))]
+            return [((modes[i], 0),) for i in range(len(modes))]
         rest = layers - hosted
-        mixes: list[tuple[tuple[str, int], ...]] = [((OFFLOAD, n), (ways[0], layers - n)) for n in range(hosted + 1)]
-        for a, b in itertools.pairwise(ways):
+        mixes: list[tuple[tuple[str, int], ...]] = [((OFFLOAD, n), (modes[0], layers - n)) for n in range(hosted + 1)]
+        for a, b in itertools.pairwise(modes):
             mixes += [((OFFLOAD, hosted), (b, n), (a, rest - n)) for n in range(1, rest + 1)]
         if hosted:
             lean = OFFLOADED[-1]
-            mixes += [((OFFLOAD, hosted), (lean, n), (ways[-1], rest - n)) for n in range(1, rest + 1)]
+            mixes += [((OFFLOAD, hosted), (lean, n), (modes[-1], rest - n)) for n in range(1, rest + 1)]
             mixes += [((OFFLOAD, hosted - n), (lean, rest + n)) for n in range(1, hosted + 1)]
-        return [tuple((way, n) for way, n in mix if n) for mix in mixes]
+        return [tuple((mode, n) for mode, n in mix if n) for mix in mixes]
 
     def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
         """Seconds and pieces of a stage with as little recomputed as fits."""
@@ -301,34 +301,34 @@ class StagePartitioner:
         if not pieces:
             return 0.0
         alive, adds, passing, buffers = self._alive[stage], 0.0, 0.0, 0.0
-        for name, way, n in pieces:
-            m = self._memory_of(name, way)
+        for name, mode, n in pieces:
+            m = self._memory_of(name, mode)
             adds += n * (m.params + m.grads + m.optimizer + alive * m.activations)
             passing, buffers = max(passing, m.temporaries), max(buffers, m.buffers)
-        adds += alive * stays(self.setting, [self._block(name, way) for name, way, _ in pieces])
+        adds += alive * stays(self.setting, [self._block(name, mode) for name, mode, _ in pieces])
         return needed(adds + passing + buffers)
 
     def _hosts(self, stage: int, pieces: Sequence[Piece]) -> bool:
         """Whether the host has room for what it keeps of a stage."""
-        kept = sum(n * self._block(name, way).hosted("none") for name, way, n in pieces)
+        kept = sum(n * self._block(name, mode).hosted("none") for name, mode, n in pieces)
         return self._alive[stage] * kept <= self.devices[stage].get("host.memory", HOST_MEMORY)
 
-    def _block(self, name: str, way: str) -> Block:
-        if (name, way) not in self._blocks:
-            self._blocks[name, way] = replace(named_blocks(self.work)[name], again=way)
-        return self._blocks[name, way]
+    def _block(self, name: str, mode: str) -> Block:
+        if (name, mode) not in self._blocks:
+            self._blocks[name, mode] = replace(named_blocks(self.work)[name], again=mode)
+        return self._blocks[name, mode]
 
     @cached_property
     def _blocks(self) -> dict[tuple[str, str], Block]:
         return {}
 
-    def _memory_of(self, name: str, way: str) -> Memory:
+    def _memory_of(self, name: str, mode: str) -> Memory:
         """Of one block among others with one micro-batch in flight."""
-        if (name, way) not in self._memories:
-            block = self._block(name, way)
+        if (name, mode) not in self._memories:
+            block = self._block(name, mode)
             made = stage_memory(self.setting, [[LayerRun(block, 1)]], ONE)
-            self._memories[name, way] = replace(made, activations=saved(self.setting, block))
-        return self._memories[name, way]
+            self._memories[name, mode] = replace(made, activations=saved(self.setting, block))
+        return self._memories[name, mode]
 
     @cached_property
     def _memories(self) -> dict[tuple[str, str], Memory]:
@@ -374,28 +374,28 @@ class StagePartitioner:
     def _even(self) -> tuple[tuple[Piece, ...], ...] | None:
         """Equal chunks, embedding and head counted as a layer where only that divides, or chunks as equal as can be; every stage runs as much
         again as the fullest must, or, where stages may differ, as it must itself."""
-        s, cuts = self.setting, self.setting.virtual_stages
-        if cuts > self.work.depth:
+        s, virtual = self.setting, self.setting.virtual_stages
+        if virtual > self.work.depth:
             return None
-        counts = even_layers(self.work.depth, cuts)
+        counts = even_layers(self.work.depth, virtual)
         levels = []
         for stage in range(s.pp):
-            own = [counts[g] for g in range(stage, cuts, s.pp)]
-            level = self._level(stage, own, [sum(counts[:g]) for g in range(stage, cuts, s.pp)])
+            own = [counts[g] for g in range(stage, virtual, s.pp)]
+            level = self._level(stage, own, [sum(counts[:g]) for g in range(stage, virtual, s.pp)])
             if level is None:
                 return None
             levels.append(level)
         if not self.measure.free:
             levels = [max(levels)] * s.pp
-        return tuple(self._chunk(g, counts[g], levels[g % s.pp]) for g in range(cuts))
+        return tuple(self._chunk(g, counts[g], levels[g % s.pp]) for g in range(virtual))
 
     def _chunk(self, g: int, layers: int, level: int) -> tuple[Piece, ...]:
         """Chunk g with `level` steps along its mixes."""
         mixes = self._mixes(layers)
-        cuts = self.setting.virtual_stages
+        virtual = self.setting.virtual_stages
         mix = mixes[min(level, len(mixes) - 1)]
-        ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == cuts - 1 else [])
-        return (*ends[0], *((LAYER, way, n) for way, n in spread(mix)), *ends[1])
+        ends = ([("first", "none", 1)] if g == 0 else [], [("last", "none", 1)] if g == virtual - 1 else [])
+        return (*ends[0], *((LAYER, mode, n) for mode, n in spread(mix)), *ends[1])
 
     def _level(self, stage: int, own: Sequence[int], starts: Sequence[int]) -> int | None:
         most = max(len(self._mixes(n)) for n in own)

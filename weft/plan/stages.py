@@ -54,7 +54,7 @@ class _Stages:
 
     def cost(self, i: int, a: int, b: int) -> float | None:
         times = self.search.times(self.setting, self.devices[i])
-        return sum(times.of(name, way) * n for name, way, n in self.pieces(i, a, b)) if self.fits(i, a, b) else None
+        return sum(times.of(name, mode) * n for name, mode, n in self.pieces(i, a, b)) if self.fits(i, a, b) else None
 
     def fits(self, i: int, a: int, b: int) -> bool:
         key = (i, a if self.work.others else 0, b - a)

@@ -135,11 +135,11 @@ def _stack(plan: Plan) -> Iterator[Row]:
     if s.tp > 1:
         between = "activations between TP regions sharded along the sequence" if s.sp else "activations between TP regions replicated"
         yield "tensor", "sp" if s.sp else "plain", between + (", collectives overlapped with matmuls (async TP)" if s.async_tp else "")
-    way, again = s.named("recompute"), {
+    mode, again = s.named("recompute"), {
         "none": "all activations kept", "offload": "activations kept in host memory", "full": "full layers recomputed in backward",
         "full-offload": "full layers recomputed in backward from inputs kept in host memory", "mixed": _mixed(plan),
     }  # fmt: skip
-    yield "recompute", way, again.get(way, f"{AGAIN[way]} recomputed in backward" if way in AGAIN else "")
+    yield "recompute", mode, again.get(mode, f"{AGAIN[mode]} recomputed in backward" if mode in AGAIN else "")
     if s.pp > 1:
         yield "schedule", s.schedule, f"{s.chunks} chunks of layers per stage" if s.chunks > 1 else "one chunk of layers per stage"
         yield "layers", *_layers(plan)
@@ -166,8 +166,8 @@ def _mixed(plan: Plan) -> str:
     counts: dict[str, float] = {}
     for name, again, n in (piece for stage in plan.setting.stages for piece in stage):
         counts[again] = counts.get(again, 0.0) + SIZES.get(name, 0.0) * n
-    told = [(again, counts[again]) for again in reversed(AGAIN) if counts.get(again)]
-    return ", ".join(f"{AGAIN[again]} in {n:g} layer{'s' * (n != 1)}" for again, n in told)
+    counted = [(again, counts[again]) for again in reversed(AGAIN) if counts.get(again)]
+    return ", ".join(f"{AGAIN[again]} in {n:g} layer{'s' * (n != 1)}" for again, n in counted)
 
 
 # --- a captured program
@@ -192,11 +192,11 @@ def _shared(placed: Any, axis: str) -> str:
     if axis not in program.mesh.sizes or not any(isinstance(t.on(axis), (S, P)) for n in program.nodes for t in n.types):
         return "replicated: more devices do not make this batch faster"
     params = program.inputs_for(Role.PARAMETER).values()
-    cut = sum(isinstance(n.type.on(axis), S) for n in params)
+    sharded = sum(isinstance(n.type.on(axis), S) for n in params)
     samples = _shards_batch(program, axis)
-    if samples and not cut:
+    if samples and not sharded:
         return DEGREES["dp"]
-    parts = [*(["the samples"] if samples else []), *([f"{cut} of {len(params)} parameters"] if cut else [])]
+    parts = [*(["the samples"] if samples else []), *([f"{sharded} of {len(params)} parameters"] if sharded else [])]
     return f"{' and '.join(parts) or 'intermediate values'} sharded"
 
 
@@ -226,7 +226,7 @@ def differences(a: Plan, b: Plan) -> Iterator[Row]:
     yield from _difference("shares", *(", ".join(map(_share, p.setting.shares)) or "equal" for p in (a, b)))
     x, y = (p.layouts.get("inputs", {}) for p in (a, b))
     for name in sorted({**x, **y}):
-        yield from _difference(name, *(" ".join(f"{axis}:{place}" for axis, place in held.get(name, {}).items()) or "replicated" for held in (x, y)))
+        yield from _difference(name, *(" ".join(f"{axis}:{place}" for axis, place in of.get(name, {}).items()) or "replicated" for of in (x, y)))
     for key in FORESEEN:
         if a.predicted[key] != b.predicted[key]:
             yield key, f"{a.predicted[key]:,.4g}", f"{b.predicted[key]:,.4g}"

@@ -72,8 +72,8 @@ class CapturedLayers:
         if key not in self._seconds:
             captured = self.captured(batch)
             shapes = {n: node.shape for n, node in captured.program.inputs_for(Role.PARAMETER).items()}
-            held = resolve(pins, shapes, named.mesh.sizes)
-            layouts, options = input_layouts(captured.program, named, captured.states, held)
+            placements = resolve(pins, shapes, named.mesh.sizes)
+            layouts, options = input_layouts(captured.program, named, captured.states, placements)
             program = place(captured.program, named.mesh, layouts, options)
             self._seconds[key] = predict(program, self.problem.cluster).step_ms / 1e3
         return self._seconds[key]

@@ -52,8 +52,8 @@ class Block:
 
     def hosted(self, recompute: str) -> float:
         """Bytes that the host keeps for the backward."""
-        way = self.recomputes(recompute)
-        return (self.saved if way == OFFLOAD else self.kept) if way in OFFLOADED else 0.0
+        mode = self.recomputes(recompute)
+        return (self.saved if mode == OFFLOAD else self.kept) if mode in OFFLOADED else 0.0
 
     def rerun(self, recompute: str) -> tuple[Op, ...]:
         """Ops recomputed before the backward."""

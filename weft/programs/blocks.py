@@ -41,15 +41,15 @@ def mlp(
         return close(w.all_reduce(y, tp) if tp else y, b2, x, seed, gain, shift, p, 0)
 
     t, d = _typed(dtype), tp
-    cut = (lambda k: {d: S(k)}) if d else (lambda k: {})
+    shard = (lambda k: {d: S(k)}) if d else (lambda k: {})
     return trace(
         block,
         mesh,
         name="mlp",
         x=t(batch, seq, hidden),
-        w1=t(hidden, f, **cut(1)),
-        b1=t(f, **cut(0)),
-        w2=t(f, hidden, **cut(0)),
+        w1=t(hidden, f, **shard(1)),
+        b1=t(f, **shard(0)),
+        w2=t(f, hidden, **shard(0)),
         b2=t(hidden),
         gain=t(hidden),
         shift=t(hidden),

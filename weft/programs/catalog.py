@@ -54,8 +54,8 @@ def overlapped_mm(p: Program) -> Program:
     """The matmul pipelined with one kernel of sum, compute and gather; a norm, which needs full rows, stays after it."""
     p = mm_rs_c_ag(p)
     product = p.find("reduce_scatter").args[0]
-    whole = p.find_all(where=lambda n: n.op.kind is Kind.WHOLE)
-    members = [n for n in p.between("reduce_scatter", "all_gather") if not p.needs(n) & set(whole) - p.needs(product)]
+    full = p.find_all(where=lambda n: n.op.kind is Kind.WHOLE)
+    members = [n for n in p.between("reduce_scatter", "all_gather") if not p.needs(n) & set(full) - p.needs(product)]
     p = fuse(p, members, name="rs_c_ag")
     return overlap(p, product, "rs_c_ag", dim=1, chunks=4)
 
@@ -98,8 +98,8 @@ EXAMPLES: dict[str, Example] = {
 
 def example(name: str) -> Example:
     if name not in EXAMPLES:
-        near = get_close_matches(name, EXAMPLES, 3) or list(EXAMPLES)
-        raise UnknownName(f"no example {name!r}", needed=f"one of {', '.join(EXAMPLES)}", found=name, try_=[f"weft show {n}" for n in near[:3]])
+        close = get_close_matches(name, EXAMPLES, 3) or list(EXAMPLES)
+        raise UnknownName(f"no example {name!r}", needed=f"one of {', '.join(EXAMPLES)}", found=name, try_=[f"weft show {n}" for n in close[:3]])
     return EXAMPLES[name]
 
 

@@ -116,15 +116,15 @@ def optimizer(
         out["t"] = t + 1.0 if ok is None else t + ok
         return out | ({"low": [w.cast(u[0], params) for u in new]} if low else {})
 
-    whole = [tensor("f32", *s) for s in shapes]
+    full = [tensor("f32", *s) for s in shapes]
     inputs: dict[str, Any] = {
         "g": [tensor(grads, *s, **{axis: P()}) for s in shapes],
-        "x": whole,
+        "x": full,
         "lr": tensor("f32"),
         "t": tensor("f32"),
-        "m": whole,
+        "m": full,
     }
-    inputs |= {"v": whole} if "v" in STATES[name] else {}
+    inputs |= {"v": full} if "v" in STATES[name] else {}
     inputs |= {"scale": tensor("f32")} if h.scaled else {}
     return trace(step, mesh, name=name, **inputs)
 

@@ -28,8 +28,8 @@ def line(run: Run) -> str:
 
 
 def _memory(predicted: Seen | None, measured: Seen) -> str:
-    said = f"memory {size_of(measured.memory_gb)}"
-    return said if predicted is None else f"{said}, predicted {size_of(predicted.memory_gb)} ({_off(measured.memory_gb, predicted.memory_gb)})"
+    memory_text = f"memory {size_of(measured.memory_gb)}"
+    return memory_text if predicted is None else f"{memory_text}, predicted {size_of(predicted.memory_gb)} ({_off(measured.memory_gb, predicted.memory_gb)})"
 
 
 def time_of(ms: float) -> str:
@@ -66,9 +66,9 @@ def why(run: Run) -> str:
         return "no step was traced yet"
     usual = run.step_ms / run.measured.step_ms  # a traced step is slower than others
     changes = parted(run.predicted.causes_ms, {k: v * usual for k, v in run.measured.causes_ms.items()})
-    apart = run.step_ms - run.predicted.step_ms
-    told = [f"{_means(k)} {_how(k, d)} ({d:+,.1f} ms)" for k, d in changes if d * apart > 0.05 * apart * apart]
-    return ", ".join(told[:3]) or "the traced step shows no one cause; other work on this machine may slow it"
+    difference = run.step_ms - run.predicted.step_ms
+    causes = [f"{_means(k)} {_how(k, d)} ({d:+,.1f} ms)" for k, d in changes if d * difference > 0.05 * difference * difference]
+    return ", ".join(causes[:3]) or "the traced step shows no one cause; other work on this machine may slow it"
 
 
 def parted(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float]]:

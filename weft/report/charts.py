@@ -112,8 +112,8 @@ def _area(frame: Frame, span: float, below: Sequence[float], above: Sequence[flo
     xs = [frame.x(span * k / POINTS) for k in range(POINTS + 1)]
     up = " ".join(f"{x:.1f},{frame.y(b):.1f}" for x, b in zip(xs, above, strict=True))
     down = " ".join(f"{x:.1f},{frame.y(b):.1f}" for x, b in reversed(list(zip(xs, below, strict=True))))
-    said = f"{label}: at most {size(max(a - b for a, b in zip(above, below, strict=True)))}"
-    return tag("polygon", tag("title", said), points=f"{up} {down}", cls=f"area {colour(label)}")
+    summary = f"{label}: at most {size(max(a - b for a, b in zip(above, below, strict=True)))}"
+    return tag("polygon", tag("title", summary), points=f"{up} {down}", cls=f"area {colour(label)}")
 
 
 def _steps(frame: Frame, points: Sequence[tuple[float, float]]) -> str:

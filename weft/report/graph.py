@@ -57,10 +57,10 @@ def _row(node: Node, name: str, y: float, program: Program) -> list[Markup]:
     source = node.op.kind is Kind.SOURCE
     dot = tag("circle", cx=ARCS + 14, cy=y, r=5 if comm else 4, cls=f"dot {colour(str(node.attr('axis')))}" if comm else "dot source" if source else "dot")
     outputs = program.outputs_of(node)
-    said = node.op.name + (f" along {node.attr('axis')}" if comm else "") + (f" → {', '.join(outputs[:2])}" if outputs else "")
+    label = node.op.name + (f" along {node.attr('axis')}" if comm else "") + (f" → {', '.join(outputs[:2])}" if outputs else "")
     x = OP + 240.0
     shape = f"{DTYPE_NAMES[node.types[0].dtype]}[{', '.join(map(str, node.types[0].shape))}]"
-    parts = [dot, tag("text", name[:24], x=NAME, y=y + 4, cls="mono"), tag("text", said[:40], x=OP, y=y + 4, cls="strong" if comm else None),
+    parts = [dot, tag("text", name[:24], x=NAME, y=y + 4, cls="mono"), tag("text", label[:40], x=OP, y=y + 4, cls="strong" if comm else None),
              tag("text", shape, x=x, y=y + 4)]  # fmt: skip
     x += 190
     for axis, place in node.types[0].layout.placements.items():

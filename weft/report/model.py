@@ -86,9 +86,9 @@ def picture(
 
 def legend(mesh: Mapping[str, int]) -> Markup:
     """Which colour is which axis, and how to read a tensor."""
-    cut = {a: n for a, n in mesh.items() if n > 1}
-    chips = [chip(a, f"{a} × {n}", f"{n} ranks; {means(a)}") for a, n in cut.items()]
-    how = "filled: what one rank holds; lines: where the axis of that colour shards" if cut else "one rank holds everything"
+    sharded = {a: n for a, n in mesh.items() if n > 1}
+    chips = [chip(a, f"{a} × {n}", f"{n} ranks; {means(a)}") for a, n in sharded.items()]
+    how = "filled: what one rank holds; lines: where the axis of that colour shards" if sharded else "one rank holds everything"
     return tag("p", chips, tag("span", how, cls="muted"), cls="legend")
 
 
@@ -130,11 +130,11 @@ def _part(name: str, tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, in
 def _tensor(t: Mapping[str, Any], mesh: Mapping[str, int], state: Mapping[str, Any] | None, longest: int) -> Markup:
     shape = " × ".join(count(n) for n in t["shape"]) or "number"
     figures = [glyph(t, mesh, longest)]
-    apart = state is not None and {**state["places"], "pp": ""} != {**t["places"], "pp": ""}  # a stage's state is where it is
-    if apart:
+    separate = state is not None and {**state["places"], "pp": ""} != {**t["places"], "pp": ""}  # a stage's state is where it is
+    if separate:
         figures.append(tag("span", glyph(state, mesh, longest), cls="state", title="its optimizer state"))
     chips = [tag("div", _chips(t["places"], mesh))] if t["places"] else []
-    if apart:
+    if separate:
         places = {a: p for a, p in state["places"].items() if a != "pp"}  # type: ignore[index]
         chips.append(tag("div", tag("small", "state"), _chips(places, mesh)))
     return tag("figure", tag("div", figures, cls="glyphs"), tag("figcaption", t["leaf"], tag("br"), tag("small", shape), chips))
@@ -150,10 +150,10 @@ def _word(axis: str, place: str) -> str:
 
 
 def _describe_placement(axis: str, place: str, mesh: Mapping[str, int]) -> str:
-    cut, at = _CUT.fullmatch(place), _AT.fullmatch(place)
+    sharded, at = _CUT.fullmatch(place), _AT.fullmatch(place)
     if at:
         return f"only rank {at[1]} along {axis} has it"
-    return f"dim {cut[1]} is sharded {mesh.get(axis, 1)} ways along {axis}" if cut else f"{place} along {axis}"
+    return f"dim {sharded[1]} is sharded {mesh.get(axis, 1)} ways along {axis}" if sharded else f"{place} along {axis}"
 
 
 def glyph(t: Mapping[str, Any], mesh: Mapping[str, int], longest: int) -> Markup:
@@ -177,17 +177,17 @@ def _rect(x: float, y: float, width: float, height: float, cls: str) -> Markup:
 
 
 def _sheet(places: Mapping[str, str], ndim: int, mesh: Mapping[str, int], width: float, height: float) -> Markup:
-    cuts = {a: int(m[1]) for a, p in places.items() if (m := _CUT.fullmatch(p)) and mesh.get(a, 1) > 1}
-    across = {a: d for a, d in cuts.items() if d == ndim - 1}
-    down = {a: d for a, d in cuts.items() if ndim > 1 and d == ndim - 2}
-    deep = [a for a in cuts if a not in across and a not in down]
+    shards = {a: int(m[1]) for a, p in places.items() if (m := _CUT.fullmatch(p)) and mesh.get(a, 1) > 1}
+    across = {a: d for a, d in shards.items() if d == ndim - 1}
+    down = {a: d for a, d in shards.items() if ndim > 1 and d == ndim - 2}
+    deep = [a for a in shards if a not in across and a not in down]
     part_w, lines_w = _local_extent(across, mesh, width)
     part_h, lines_h = _local_extent(down, mesh, height)
-    held = next(iter(across), next(iter(down), deep[0] if deep else ""))
+    axis_held = next(iter(across), next(iter(down), deep[0] if deep else ""))
     marks = [tag("line", x1=x, x2=x, y1=0, y2=height, cls=f"cut {colour(a)}") for a, x in lines_w]
     marks += [tag("line", x1=0, x2=width, y1=y, y2=y, cls=f"cut {colour(a)}") for a, y in lines_h]
-    whole = _rect(0, 0, width, height, "whole")
-    return join([whole, _rect(0, 0, part_w, part_h, f"held {colour(held)}" if held else "held"), marks, _rect(0, 0, width, height, "edge")])
+    full = _rect(0, 0, width, height, "whole")
+    return join([full, _rect(0, 0, part_w, part_h, f"held {colour(axis_held)}" if axis_held else "held"), marks, _rect(0, 0, width, height, "edge")])
 
 
 def _local_extent(axes: Mapping[str, int], mesh: Mapping[str, int], length: float) -> tuple[float, list[tuple[str, float]]]:

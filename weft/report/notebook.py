@@ -79,8 +79,8 @@ def _schedule(schedule: Any) -> Markup:
     from weft.dynamic.draw import as_data
 
     data = as_data(schedule)
-    said = f"{data['samples']:,} samples in {data['batches']:,} batches; at least {data['least']:,} are needed"
-    return join([tag("h3", "batched schedule"), tag("p", said, cls="muted"), charts.rounds(data)])
+    summary = f"{data['samples']:,} samples in {data['batches']:,} batches; at least {data['least']:,} are needed"
+    return join([tag("h3", "batched schedule"), tag("p", summary, cls="muted"), charts.rounds(data)])
 
 
 DRAWN: dict[type, Callable[[Any], Markup]] = {Plan: _plan, Run: _run, Program: _program}

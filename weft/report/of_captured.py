@@ -25,20 +25,20 @@ def of_captured(plan: Plan, run_model: bool = False) -> dict[str, Any]:
     """What a page tells beyond decisions: the model and its layouts, the step in time, memory, and why it is right."""
     from weft.api.plan_program import Candidates
 
-    says, asked = list[str](), None
+    notes, asked = list[str](), None
     try:
         plan.require_may_run(run_model)
         asked = Candidates.of(plan)
         asked.pool  # noqa: B018  captures the model
     except WeftError as error:
         advice = f" (`{error.repairs[0]}`)" if error.repairs else ""
-        says, asked = [f"The plan is not compared with its model here: {error.message}{advice}."], None
+        notes, asked = [f"The plan is not compared with its model here: {error.message}{advice}."], None
     text, one = plan.layouts.get("program"), plan.setting.pp == plan.layouts.get("micro_batches", 1) == 1
     if text and one:
-        return {**_one_pass(plan, step_of(text)), **(_right(plan, step_of(text), asked) if asked else {"says": says})}
+        return {**_one_pass(plan, step_of(text)), **(_right(plan, step_of(text), asked) if asked else {"says": notes})}
     if text:
-        return {"says": [*says, "This plan was saved by an earlier version of weft; plan again to see its tensors and its step."]}
-    return {"says": says} if asked is None else _staged(plan, asked)
+        return {"says": [*notes, "This plan was saved by an earlier version of weft; plan again to see its tensors and its step."]}
+    return {"says": notes} if asked is None else _staged(plan, asked)
 
 
 def _right(plan: Plan, placed: Program, asked: Any) -> dict[str, Any]:
@@ -80,11 +80,11 @@ def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
     return {**facts, "verbs": [split(plan.spec.micro_batches, plan.spec.virtual_stages)]}
 
 
-def _facts(plan: Plan, seen: Seen, held: Program, states: Mapping[str, str], mesh: Mapping[str, int], title: str) -> dict[str, Any]:
+def _facts(plan: Plan, seen: Seen, stored: Program, states: Mapping[str, str], mesh: Mapping[str, int], title: str) -> dict[str, Any]:
     from weft.api.record import communication, tensors
 
     return {
-        "held": tensors(held, states), "mesh": mesh, "communication": communication(held), "program": held,
+        "held": tensors(stored, states), "mesh": mesh, "communication": communication(stored), "program": stored,
         "views": [View(title, {"predicted": seen.line})], "causes_ms": {"predicted": {k: v for k, v in seen.causes_ms.items() if v > 0}},
         "memory": list(_curves(seen.memory)), "budget": Limits.of(plan.limits).room(cluster(plan.cluster)),
         "memory_note": "Of the fullest device, by what is in its memory.",

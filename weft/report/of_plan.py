@@ -140,8 +140,8 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
     named = Spec(s.dp, s.cp, s.ep, s.tp, s.zero, s.sp and s.tp > 1)
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
-    held = tensors(program, captured.states)
-    return {"held": held, "mesh": mesh, "communication": communication(program), "program": program,
+    stored = tensors(program, captured.states)
+    return {"held": stored, "mesh": mesh, "communication": communication(program), "program": program,
             "verbs": verbs(program, captured.program)}  # fmt: skip
 
 
@@ -182,9 +182,9 @@ def _sizes(work: Workload, s: Setting) -> list[float]:
 def _memory(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage: int) -> Iterator[Curve]:
     """What is in memory all the time, activations as passes come and go, buffers of the pass at work, and the safety margin."""
     m, end = step.memory[stage], step.seconds
-    for name, held in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
-        if held:
-            yield Curve(name, [(0.0, held), (end, held)], stacked=True)
+    for name, stored in (("parameters", m.params), ("gradients", m.grads), ("optimizer", m.optimizer), ("buffers", m.buffers)):
+        if stored:
+            yield Curve(name, [(0.0, stored), (end, stored)], stacked=True)
     yield Curve("activations", _activations(s, step, sizes, stage), stacked=True)
     yield Curve("temporaries", _passing(step, stage, m.temporaries), stacked=True)
     yield Curve("safety margin", [(0.0, m.total - m.allocated), (end, m.total - m.allocated)], stacked=True)
@@ -199,10 +199,10 @@ def _activations(s: Setting, step: SimulatedStep, sizes: Sequence[float], stage:
     return [*points, (step.seconds, now)]
 
 
-def _passing(step: SimulatedStep, stage: int, held: float) -> list[tuple[float, float]]:
+def _passing(step: SimulatedStep, stage: int, stored: float) -> list[tuple[float, float]]:
     """The largest buffers of a pass, while one runs."""
     line, points = step.timeline, [(0.0, 0.0)]
     for i in sorted(line.on(f"stage {stage}"), key=line.start.__getitem__):
         if line.tasks[i].cause in ("forward", "backward", "weight"):
-            points += [(line.start[i], held), (line.end[i], 0.0)]
+            points += [(line.start[i], stored), (line.end[i], 0.0)]
     return [*points, (step.seconds, 0.0)]

@@ -189,8 +189,8 @@ def _plans(f: Facts) -> Markup:
         if a["reason"]:
             rows.append((name, ("", 1e30), ("", 1e30), tag("span", f"does not fit: {a['reason']}", cls="muted")))
             continue
-        held = (size(a["memory_gb"] * 1e9), a["memory_gb"]) if a["memory_gb"] else ("", 0.0)
-        rows.append((name, (ms(a["step_ms"]), a["step_ms"]), held, _against(a, f, best)))
+        stored = (size(a["memory_gb"] * 1e9), a["memory_gb"]) if a["memory_gb"] else ("", 0.0)
+        rows.append((name, (ms(a["step_ms"]), a["step_ms"]), stored, _against(a, f, best)))
     return sortable(("plan", "step, predicted", "memory", "against the one taken"), rows, (1, 2), name="alternatives-table")
 
 
@@ -223,14 +223,14 @@ def _schedule(f: Facts) -> Markup | None:
     if not s:
         return None
     bound = "the fewest possible" if s["batches"] == s["least"] else f"at least {s['least']} are needed"
-    said = f"{s['samples']:,} samples, {s['vertices']:,} vertices and {s['edges']:,} edges in {s['batches']:,} batches by {s['policy']}: {bound}."
+    summary = f"{s['samples']:,} samples, {s['vertices']:,} vertices and {s['edges']:,} edges in {s['batches']:,} batches by {s['policy']}: {bound}."
     kinds: dict[str, list[int]] = {}
     for name, rows, edges in s["rounds"]:
         own = kinds.setdefault(name, [0, 0, 0])
         own[:] = own[0] + 1, own[1] + rows, own[2] + edges
     rows = [(name, (f"{n:,}", n), (f"{r:,}", r), (f"{r / n:,.1f}", r / n), (f"{e:,}", e)) for name, (n, r, e) in kinds.items()]
     table = sortable(("vertices", "batches", "rows", "rows a batch", "edges"), rows, (1, 2, 3, 4), name="schedule-table")
-    return join([tag("p", said), charts.rounds(s), table])
+    return join([tag("p", summary), charts.rounds(s), table])
 
 
 def _training(f: Facts) -> Markup | None:

@@ -29,10 +29,10 @@ def table(verbs: Sequence[Mapping[str, Any]]) -> Markup:
     return tag("table", tag("thead", head), tag("tbody", rows), cls="steps")
 
 
-def _row(number: int, step: str, same: bool, said: str) -> Markup:
+def _row(number: int, step: str, same: bool, detail: str) -> Markup:
     verb = step.split(" ")[0]
     short = step if len(step) <= 90 else f"{step[:90].rsplit(',', 1)[0]}, … ({step.count('%')} places)"
-    return tag("tr", tag("td", number, cls="num"), tag("td", tag("code", short)), tag("td", said or _why(verb, same), _rules(verb)))
+    return tag("tr", tag("td", number, cls="num"), tag("td", tag("code", short)), tag("td", detail or _why(verb, same), _rules(verb)))
 
 
 def _why(verb: str, same: bool) -> str:
@@ -56,7 +56,7 @@ def _rule(c: Any) -> list[Any]:
 
     name, _, statement = show(c.schema).partition(": ")
     how = METHODS.get((c.derivation or {}).get("method", ""), "")
-    whole = "its seal holds" if c.is_complete else "its seal is broken: run weft verify --full --write"
+    full = "its seal holds" if c.is_complete else "its seal is broken: run weft verify --full --write"
     second = f"; {c.second.get('judge', 'no second judge')}: {c.second.get('status', '')}, {c.second.get('cases', 0)} cases"
-    said = f"{RUNGS.get(c.rung, c.rung)}{', ' + how if how else ''}{second}; certificate {c.seal}, {whole}"
-    return [tag("b", name), " ", tag("code", statement), tag("br"), tag("small", said)]
+    detail = f"{RUNGS.get(c.rung, c.rung)}{', ' + how if how else ''}{second}; certificate {c.seal}, {full}"
+    return [tag("b", name), " ", tag("code", statement), tag("br"), tag("small", detail)]

@@ -18,9 +18,9 @@ class Markup(str):
 def tag(name: str, /, *inner: Any, **attrs: Any) -> Markup:
     """An element. `cls` is its class; an underscore in a name stands for a hyphen; None leaves an attribute out."""
     named = {("class" if k == "cls" else k.rstrip("_").replace("_", "-")): v for k, v in attrs.items() if v is not None and v is not False}
-    said = "".join(f" {k}" if v is True else f' {k}="{html.escape(_text(v))}"' for k, v in named.items())
+    attributes = "".join(f" {k}" if v is True else f' {k}="{html.escape(_text(v))}"' for k, v in named.items())
     body = join(inner)
-    return Markup(f"<{name}{said}/>" if name in VOID and not body else f"<{name}{said}>{body}</{name}>")
+    return Markup(f"<{name}{attributes}/>" if name in VOID and not body else f"<{name}{attributes}>{body}</{name}>")
 
 
 def join(parts: Iterable[Any]) -> Markup:

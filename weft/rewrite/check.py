@@ -194,7 +194,7 @@ def _run_one(node: Node, seed: int) -> str | None:
     gen = torch.Generator().manual_seed(seed)
     given = {n.attr("name"): _draw(n, gen) if (own := _made_of_nothing(a)) is None else own for n, a in zip(fresh, node.args, strict=True)}
     try:
-        whole = interp.run_global(program, given)
+        full = interp.run_global(program, given)
     except (WeftError, RuntimeError, IndexError, ValueError):
         return None
     slack = _slack(program)
@@ -202,7 +202,7 @@ def _run_one(node: Node, seed: int) -> str | None:
         ranks = interp.run(program, given, seed=seed, tolerance=slack)
     except WeftError as e:
         return f"its ranks disagree: {e.message}"
-    for name, value in whole.items():
+    for name, value in full.items():
         if not _close(ranks[name], value, slack):
             return "its ranks together do not compute its global value"
     return ""
@@ -268,21 +268,21 @@ def _first_divergence(
         assert failed is not None
         raise failed
     slack = _slack(single)
-    apart = [
+    differing = [
         n for n in names if not _close(values[tidy(there[sharded.output_names[n]])], values[tidy(here[single.output_names[n]])], slack)
     ]
-    if not apart:
+    if not differing:
         return None
     nodes = {tidy(here[n]) for n in single.nodes}
     _evaluate([tidy(there[n]) for n in sharded.nodes if not n.op.is_input], given, values)
     _evaluate(nodes, given, values)
     prints = {_print(values[n]) for n in nodes if n in values}
-    needed = set(toposort([sharded.output_names[n] for n in apart]))
+    needed = set(toposort([sharded.output_names[n] for n in differing]))
     for node in sharded.nodes:
         bare = tidy(there[node])
         if node in needed and node.args and bare not in nodes and node.op.kind is not Kind.COMM and _print(values[bare]) not in prints:
             return place(sharded, node, "the other program computes no such value")
-    return Place("output", "", apart[0], "another value of the program is given under this name")
+    return Place("output", "", differing[0], "another value of the program is given under this name")
 
 
 def _candidate_values(single: Program, seed: int, known: Known | None) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -313,8 +313,8 @@ def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     try:
         return node.op.run(*(values[a] for a in node.args), **dict(node.attrs))
     except Exception as error:  # torch's, or the op's own: the program says what cannot be
-        said = f"{type(error).__name__}: {error}"
-        raise InvalidProgram(f"{node.op.name} cannot be run as the program says", needed="attributes and operands that it takes", found=said) from error
+        message = f"{type(error).__name__}: {error}"
+        raise InvalidProgram(f"{node.op.name} cannot be run as the program says", needed="attributes and operands that it takes", found=message) from error
 
 
 def _print(value: Any) -> Any:

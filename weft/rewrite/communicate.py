@@ -66,8 +66,8 @@ def unsplit(node: Node) -> Rule:
 # -- where a sharding goes when it passes an op -----------------------------------------------------------------------------------------
 
 
-def label_of(eq: Equation, arg: int, cut: S) -> str:
-    return eq.label(arg, cut.dim)
+def label_of(eq: Equation, arg: int, shard: S) -> str:
+    return eq.label(arg, shard.dim)
 
 
 def shard_of(layout: Layout, axis: str) -> S | None:
@@ -75,13 +75,13 @@ def shard_of(layout: Layout, axis: str) -> S | None:
     return place if isinstance(place, S) else None
 
 
-def sliced(x: Any, node: Node, axis: str, cut: S) -> Any:
+def sliced(x: Any, node: Node, axis: str, shard: S) -> Any:
     """`slice` of an operand, or what was gathered to make it when that is laid out the same."""
     if node.op is comm.all_gather and node.attr("axis") == axis and len(node.args) == 1:
         source = node.args[0]
-        if source.layout == node.layout.cut(axis, cut.dim, cut.within):
+        if source.layout == node.layout.cut(axis, shard.dim, shard.within):
             return x.args[0]
-    return comm.slice_(x, axis=axis, dim=cut.dim, within=cut.within)
+    return comm.slice_(x, axis=axis, dim=shard.dim, within=shard.within)
 
 
 def _arg_dims(eq: Equation, label: str) -> dict[int, int]:
@@ -113,20 +113,20 @@ def _gather_sides(node: Node, gathered: Sequence[int], axis: str, holes: Holes) 
     left = [outer[k] if k in outer else holes(a) for k, a in enumerate(node.args)]
     eq = equation_of(node)
     first = gathered[0]
-    cut = shard_of(node.args[first].args[0].layout, axis)
-    assert cut is not None
+    shard = shard_of(node.args[first].args[0].layout, axis)
+    assert shard is not None
     if eq is None:
         return call(node, *left), call(node, *(outer[k].args[0] if k in gathered else left[k] for k in range(len(left)))), ""
-    label = label_of(eq, first, cut)
+    label = label_of(eq, first, shard)
     dims = _arg_dims(eq, label)
-    inner = [_inner(left[k], a, k, gathered, dims, axis, cut) for k, a in enumerate(node.args)]
+    inner = [_inner(left[k], a, k, gathered, dims, axis, shard) for k, a in enumerate(node.args)]
     return call(node, *left), call(node, *inner), label
 
 
-def _inner(x: Any, node: Node, k: int, gathered: Sequence[int], dims: dict[int, int], axis: str, cut: S) -> Any:
+def _inner(x: Any, node: Node, k: int, gathered: Sequence[int], dims: dict[int, int], axis: str, shard: S) -> Any:
     if k in gathered:
         return x.args[0]
-    return sliced(x, node, axis, S(dims[k], cut.within)) if k in dims else x
+    return sliced(x, node, axis, S(dims[k], shard.within)) if k in dims else x
 
 
 def hoist_gather(node: Node) -> Rule:
@@ -141,21 +141,21 @@ def hoist_slice(node: Node) -> Rule:
     """slice(f(x, y))  ->  f(slice(x), slice(y)), for the operands that have the sharded dim"""
     holes, axis, f = Holes(), node.attr("axis"), node.args[0]
     args = [holes(a) if a.op is not comm.all_gather else call(a, *(holes(x) for x in a.args)) for a in f.args]
-    cuts = _operand_shards(f, S(node.attr("dim"), node.attr("within")), axis, node.layout)
-    inner = [sliced(x, a, axis, cuts[k]) if k in cuts else x for k, (x, a) in enumerate(zip(args, f.args, strict=True))]
+    shards = _operand_shards(f, S(node.attr("dim"), node.attr("within")), axis, node.layout)
+    inner = [sliced(x, a, axis, shards[k]) if k in shards else x for k, (x, a) in enumerate(zip(args, f.args, strict=True))]
     return rule("hoist_slice", call(node, call(f, *args)), call(f, *inner))
 
 
-def _operand_shards(f: Node, cut: S, axis: str, want: Layout) -> dict[int, S]:
+def _operand_shards(f: Node, shard: S, axis: str, want: Layout) -> dict[int, S]:
     """Where each operand must be sharded for the result to be sharded so."""
     eq = equation_of(f)
     if eq is not None:
-        label = eq.outs[0][cut.dim]
-        return {} if label == ONE else {a: S(d, cut.within) for a, d in eq.dims_of(label)}
+        label = eq.outs[0][shard.dim]
+        return {} if label == ONE else {a: S(d, shard.within) for a, d in eq.dims_of(label)}
     if f.op is reshape_op:
         back = shard_of(want.reshape(f.args[0].shape), axis)
         return {0: back} if back is not None else {}
-    return {0: cut} if f.args and f.args[0].shape[cut.dim : cut.dim + 1] == f.shape[cut.dim : cut.dim + 1] else {}
+    return {0: shard} if f.args and f.args[0].shape[shard.dim : shard.dim + 1] == f.shape[shard.dim : shard.dim + 1] else {}
 
 
 def sink_slice(node: Node, axis: str) -> Rule:
@@ -164,8 +164,8 @@ def sink_slice(node: Node, axis: str) -> Rule:
     cut_args = [k for k, a in enumerate(node.args) if a.op is comm.slice_ and a.attr("axis") == axis]
     left = [call(a, holes(a.args[0])) if k in cut_args else holes(a) for k, a in enumerate(node.args)]
     inner = [x.args[0] if k in cut_args else x for k, x in enumerate(left)]
-    cut = shard_of(node.layout, axis)
-    dim, within = (cut.dim, cut.within) if cut is not None else (0, None)
+    shard = shard_of(node.layout, axis)
+    dim, within = (shard.dim, shard.within) if shard is not None else (0, None)
     return rule("sink_slice", call(node, *left), comm.slice_(call(node, *inner), axis=axis, dim=dim, within=within))
 
 
@@ -191,8 +191,8 @@ def delay_scatter(node: Node, reduced: Sequence[int]) -> Rule:
     peel = [k in reduced or (a.op is comm.slice_ and a.attr("axis") == axis) for k, a in enumerate(node.args)]
     left = [call(a, *(holes(x) for x in a.args)) if peel[k] else holes(a) for k, a in enumerate(node.args)]
     inner = [x.args[0] if peel[k] else x for k, x in enumerate(left)]
-    cut = shard_of(node.layout, axis)
-    dim, within = (cut.dim, cut.within) if cut is not None else (how.attr("dim"), how.attr("within"))
+    shard = shard_of(node.layout, axis)
+    dim, within = (shard.dim, shard.within) if shard is not None else (how.attr("dim"), how.attr("within"))
     return rule("delay_scatter", call(node, *left), comm.reduce_scatter(call(node, *inner), axis=axis, dim=dim, within=within))
 
 
@@ -237,10 +237,10 @@ def bucket_all(buckets: Sequence[Sequence[Node]]) -> Rule:
     for nodes in buckets:
         sizes = [math.prod(n.shape) for n in nodes]
         pairs = [(holes(n.args[0]), n, size) for n, size in zip(nodes, sizes, strict=True)]
-        whole = call(nodes[0], concat_op(*(reshape_op(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in pairs), dim=0))
+        full = call(nodes[0], concat_op(*(reshape_op(x, shape=(size,)) if n.shape != (size,) else x for x, n, size in pairs), dim=0))
         at = 0
         for n, size in zip(nodes, sizes, strict=True):
-            piece = narrow_op(whole, dim=0, start=at, stop=at + size, step=1)
+            piece = narrow_op(full, dim=0, start=at, stop=at + size, step=1)
             pieces.append(reshape_op(piece, shape=n.shape) if n.shape != (size,) else piece)
             at += size
     return rule("bucket", tuple(call(n, holes(n.args[0])) for nodes in buckets for n in nodes), tuple(pieces))

@@ -30,10 +30,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         known = holes_of(*self.left)
-        stray = [k for k in holes_of(*self.right) if k not in known]
-        if stray:
+        unknown = [k for k in holes_of(*self.right) if k not in known]
+        if unknown:
             raise InvalidTransform(
-                f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0]
+                f"rule {self.name} uses {unknown[0]} on the right only", needed="every hole to stand on the left", found=unknown[0]
             )
 
     @property
@@ -88,10 +88,10 @@ def _require_groups_kept(before: Program, after: Program, step: str) -> None:
                 try_=f"the same before {g.kind}",
                 program=excerpt(before, changed or g.nodes[0]),
             )
-    apart = groups_are_disjoint(after)
-    if apart is not None:
+    disjoint = groups_are_disjoint(after)
+    if disjoint is not None:
         raise InvalidTransform(
-            f"{step} would join two groups", needed="a node in one group of a kind", found=apart, try_="the same before grouping"
+            f"{step} would join two groups", needed="a node in one group of a kind", found=disjoint, try_="the same before grouping"
         )
 
 

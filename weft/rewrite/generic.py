@@ -117,9 +117,9 @@ def _shape_before(joins: Call, shapes: Mapping[str, tuple[str, ...]]) -> tuple[s
         h: input_node(h, Type(torch.float64, Layout.of(Mesh(), tuple(sizes[x] for x in own)))) for h, own in shapes.items()
     }
     member = make_node(joins.args[0].expr, bound)
-    told = {n: x for x, n in sizes.items()}
+    names = {n: x for x, n in sizes.items()}
     dim = dict(joins.attrs)["dim"]
-    return tuple(("many_" if d == dim else "") + told.get(n, str(n)) for d, n in enumerate(member.shape))
+    return tuple(("many_" if d == dim else "") + names.get(n, str(n)) for d, n in enumerate(member.shape))
 
 
 def count_at(expr: Any, node: Node) -> int | None:

@@ -87,9 +87,9 @@ class Schema:
 
     def __post_init__(self) -> None:
         known = holes_of(*self.left)
-        stray = [k for k in holes_of(*self.right) if k not in known]
-        if stray:
-            raise RuleError(f"rule {self.name} uses {stray[0]} on the right only", needed="every hole to stand on the left", found=stray[0])
+        unknown = [k for k in holes_of(*self.right) if k not in known]
+        if unknown:
+            raise RuleError(f"rule {self.name} uses {unknown[0]} on the right only", needed="every hole to stand on the left", found=unknown[0])
 
     @property
     def holes(self) -> list[str]:

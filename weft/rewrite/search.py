@@ -42,8 +42,8 @@ def search(
     program: Program, cost: Cost, rules: Iterable[Schema] | None = None, *, relax: float = 1.05, budget: int = 100
 ) -> Outcome[Program, str]:
     """The cheapest program within `budget` expansions. Without `rules`, every proved rule is used, both ways."""
-    ways = both_directions(_proved() if rules is None else rules)
-    return best_first(program, lambda p: moves(p, ways), _key, cost, relax, budget)
+    directions = both_directions(_proved() if rules is None else rules)
+    return best_first(program, lambda p: moves(p, directions), _key, cost, relax, budget)
 
 
 def best_first(

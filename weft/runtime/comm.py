@@ -156,26 +156,26 @@ def all_reduce_list(xs: Sequence[torch.Tensor], group: Any, op: str = "sum", *, 
     return InFlight(None, lambda: [y.view(x.shape) for x, y in zip(xs, sums.wait().split([x.numel() for x in xs]), strict=True)])
 
 
-def all_gather(x: torch.Tensor, group: Any, *, span: Span, whole: int, shape: Sequence[int]) -> InFlight:
-    """Pieces of a part of `whole` indices put together; `span` is how this rank's piece lies, `shape` the result's."""
-    mine = _padded(x.reshape(span), 1, -(-whole // ranks_of(group))).contiguous()
+def all_gather(x: torch.Tensor, group: Any, *, span: Span, full: int, shape: Sequence[int]) -> InFlight:
+    """Pieces of a part of `full` indices put together; `span` is how this rank's piece lies, `shape` the result's."""
+    mine = _padded(x.reshape(span), 1, -(-full // ranks_of(group))).contiguous()
     pieces = _gathered(mine, group)
-    return InFlight(None, lambda: _joined(pieces.wait(), ranks_of(group), span, whole, shape))
+    return InFlight(None, lambda: _joined(pieces.wait(), ranks_of(group), span, full, shape))
 
 
-def _joined(pieces: torch.Tensor, n: int, span: Span, whole: int, shape: Sequence[int]) -> torch.Tensor:
+def _joined(pieces: torch.Tensor, n: int, span: Span, full: int, shape: Sequence[int]) -> torch.Tensor:
     """Pieces of all ranks, one rank after the other, as the part they make up."""
     before, _, after = span
-    piece = -(-whole // n)
-    return pieces.reshape(n, before, piece, after).transpose(0, 1).reshape(before, n * piece, after)[:, :whole].reshape(tuple(shape))
+    piece = -(-full // n)
+    return pieces.reshape(n, before, piece, after).transpose(0, 1).reshape(before, n * piece, after)[:, :full].reshape(tuple(shape))
 
 
 def all_gather_list(xs: Sequence[torch.Tensor], group: Any, *, hows: Sequence[tuple[Span, int, Sequence[int]]]) -> tuple[InFlight, ...]:
     """Several gathers in one message; for each its span, full size and shape."""
     n = ranks_of(group)
     if isinstance(group, HostGroup) and group.takes_apart:
-        return tuple(all_gather(x, group, span=span, whole=whole, shape=shape) for x, (span, whole, shape) in zip(xs, hows, strict=True))
-    flat = [_padded(x.reshape(span), 1, -(-whole // n)).reshape(-1) for x, (span, whole, _) in zip(xs, hows, strict=True)]
+        return tuple(all_gather(x, group, span=span, full=full, shape=shape) for x, (span, full, shape) in zip(xs, hows, strict=True))
+    flat = [_padded(x.reshape(span), 1, -(-full // n)).reshape(-1) for x, (span, full, _) in zip(xs, hows, strict=True)]
     if type(group) is HostGroup:
         return tuple(done(_joined(torch.cat(ps), n, *how)) for ps, how in zip(group.all_gather_list(flat), hows, strict=True))
     pieces = _gathered(torch.cat(flat), group)
@@ -194,8 +194,8 @@ def reduce_scatter(
 
 def _parts(x: torch.Tensor, n: int, span: Span) -> torch.Tensor:
     """What each rank is to have of a part, [ranks, before, piece, after]."""
-    before, whole, after = span
-    piece = -(-whole // n)
+    before, full, after = span
+    piece = -(-full // n)
     return _padded(x.reshape(span), 1, n * piece).reshape(before, n, piece, after).transpose(0, 1)
 
 
@@ -206,8 +206,8 @@ def reduce_scatter_list(
     n = ranks_of(group)
     parts = [_parts(x, n, span) for x, (span, _, _) in zip(xs, hows, strict=True)]
     sizes = [p[0].numel() for p in parts]
-    near = isinstance(group, HostGroup)
-    sums = done(group.reduce_scatter_list(parts, op)) if near else _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
+    on_host = isinstance(group, HostGroup)
+    sums = done(group.reduce_scatter_list(parts, op)) if on_host else _scattered(torch.cat([p.reshape(n, -1) for p in parts], 1), group, op)
     split = functools.cache(lambda: sums.wait().split(sizes))
 
     def cut(k: int) -> torch.Tensor:
@@ -222,16 +222,16 @@ def _fold(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def all_to_all(
-    x: torch.Tensor, group: Any, *, view: Sequence[int], old: int, new: int, whole: int, mine: int, shape: Sequence[int]
+    x: torch.Tensor, group: Any, *, view: Sequence[int], old: int, new: int, full: int, mine: int, shape: Sequence[int]
 ) -> InFlight:
-    """From pieces along dim `old` of `view` to pieces along dim `new`; `whole` is the old part's full size, `mine` the new piece's."""
+    """From pieces along dim `old` of `view` to pieces along dim `new`; `full` is the old part's full size, `mine` the new piece's."""
     n = ranks_of(group)
-    old_piece, new_piece = -(-whole // n), -(-view[new] // n)
+    old_piece, new_piece = -(-full // n), -(-view[new] // n)
     y = _padded(_padded(x.reshape(tuple(view)), old, old_piece), new, n * new_piece)
     y = y.unflatten(new, (n, new_piece)).movedim(new, 0)
 
     def joined(pieces: torch.Tensor) -> torch.Tensor:
-        z = pieces.movedim(0, old).flatten(old, old + 1).narrow(old, 0, whole)
+        z = pieces.movedim(0, old).flatten(old, old + 1).narrow(old, 0, full)
         return z.narrow(new, 0, mine).reshape(tuple(shape))
 
     if isinstance(group, HostGroup):

@@ -55,8 +55,8 @@ class DevicePeers:
     def _of_some(self, size: int) -> tuple[torch.Tensor, ...]:
         mine = torch.empty(size, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)  # what this memory was before may still be in use here, and peers do not wait for that
-        told = from_all(mine.untyped_storage()._share_cuda_()[1:], self.group)
-        opened = [None if r == self.rank else torch.UntypedStorage._new_shared_cuda(self.device.index, *how) for r, how in enumerate(told)]
+        answers = from_all(mine.untyped_storage()._share_cuda_()[1:], self.group)
+        opened = [None if r == self.rank else torch.UntypedStorage._new_shared_cuda(self.device.index, *how) for r, how in enumerate(answers)]
         dist.barrier(self.group)
         parts = tuple(mine if s is None else torch.empty(0, dtype=torch.uint8, device=self.device).set_(s) for s in opened)
         self._handles.append(parts)  # a table on the device may outlive whoever asked for it, here and where it is mapped

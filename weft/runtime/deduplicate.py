@@ -66,14 +66,14 @@ def _transpose_pads(graph: Graph) -> None:
     """A turned matrix with more rows as the matrix with more columns, turned: Inductor pads what matmuls read, turned or not, and so finds that one
     padded tensor does for both."""
     for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
-        turned, pads, *value = node.args
-        if turned.target is not aten.permute.default or list(turned.args[1]) != [1, 0] or len(pads) != 4 or any(pads[:2]):
+        rotated, pads, *value = node.args
+        if rotated.target is not aten.permute.default or list(rotated.args[1]) != [1, 0] or len(pads) != 4 or any(pads[:2]):
             continue
         with graph.inserting_before(node):
-            wide = graph.call_function(aten.constant_pad_nd.default, (turned.args[0], [*pads[2:], 0, 0], *value))
+            wide = graph.call_function(aten.constant_pad_nd.default, (rotated.args[0], [*pads[2:], 0, 0], *value))
             new = graph.call_function(aten.permute.default, (wide, [1, 0]))
         with node.meta["val"].fake_mode:
-            wide.meta = {**node.meta, "val": aten.constant_pad_nd.default(turned.args[0].meta["val"], [*pads[2:], 0, 0], *value)}
+            wide.meta = {**node.meta, "val": aten.constant_pad_nd.default(rotated.args[0].meta["val"], [*pads[2:], 0, 0], *value)}
         new.meta = {**node.meta, "val": wide.meta["val"].permute(1, 0)}
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -26,8 +26,8 @@ def _as_read(x: Tensor) -> Tensor:
 
     A kernel takes this for granted of whatever it is given, and reads other memory where it does not hold."""
     rows, width = x.shape[2:]
-    whole = (width == 1 or x.stride(3) == 1) and (rows == 1 or x.stride(2) >= width)
-    if whole and (not x.is_cuda or _on_lines(x)):
+    full = (width == 1 or x.stride(3) == 1) and (rows == 1 or x.stride(2) >= width)
+    if full and (not x.is_cuda or _on_lines(x)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

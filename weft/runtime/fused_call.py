@@ -87,9 +87,9 @@ class FusedCall:
         for value in self.plan.written:
             if tensors[value] is not args[value] and value not in self._used:
                 args[value].copy_(tensors[value])  # it did not lie in one piece, and a copy of it was overwritten
-        for value, held in self._used.items():
-            if held is self._held.get(("spare", value)):
-                args[value].copy_(held.own)
+        for value, buffer in self._used.items():
+            if buffer is self._held.get(("spare", value)):
+                args[value].copy_(buffer.own)
         return (*(self._result(k, r) for k, r in enumerate(results)), *self._numbers(args))
 
     def _numbers(self, args: Sequence[Any]) -> list[Tensor]:
@@ -106,14 +106,14 @@ class FusedCall:
     def _place(self, use: Use, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[int, ...]:
         """Addresses of a value: one, or one per rank."""
         if use.role in ("terms", "shared"):
-            held = self._hold(use.role, use.value, args[use.value])
+            buffer = self._hold(use.role, use.value, args[use.value])
             if use.role == "shared":
-                if use.value in self._adopted and args[use.value].data_ptr() != held.own.data_ptr():
-                    held = self._hold("spare", use.value, args[use.value])  # a copy of the state: what was adopted stays as it is
-                self._used[use.value] = held
-            if args[use.value].data_ptr() != held.own.data_ptr():
-                held.own.copy_(args[use.value])
-            return held.addresses
+                if use.value in self._adopted and args[use.value].data_ptr() != buffer.own.data_ptr():
+                    buffer = self._hold("spare", use.value, args[use.value])  # a copy of the state: what was adopted stays as it is
+                self._used[use.value] = buffer
+            if args[use.value].data_ptr() != buffer.own.data_ptr():
+                buffer.own.copy_(args[use.value])
+            return buffer.addresses
         if use.role == "gathered":
             return self._hold("gathered", use.value, results[use.value]).addresses
         return ((results if use.role == "out" else args)[use.value].data_ptr(),)
@@ -140,11 +140,11 @@ class FusedCall:
 
     def home(self, argument: int, given: Tensor) -> Tensor:
         """Where an argument that was updated lives from now on: in peer memory, so that it need not be brought there again."""
-        held = self._used.get(argument)
-        if held is None or held is self._held.get(("spare", argument)):
+        buffer = self._used.get(argument)
+        if buffer is None or buffer is self._held.get(("spare", argument)):
             return given
         self._adopted.add(argument)
-        return held.own
+        return buffer.own
 
     @torch.no_grad()
     def product(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
@@ -180,5 +180,5 @@ class FusedCall:
         return rows
 
     def _result(self, k: int, made: Tensor) -> Tensor:
-        held = self._held.get(("gathered", k))
-        return made if held is None else made.copy_(held.own)
+        buffer = self._held.get(("gathered", k))
+        return made if buffer is None else made.copy_(buffer.own)

@@ -21,8 +21,8 @@ def gather_once(graph: Graph) -> None:
     for n in graph.nodes:
         if n.op == "call_function" and n.target is torch.ops.weft.near_gather.default and _source(n.args[0]) is not None:
             found.setdefault(n.args[1], []).append(n)
-    for near, gathers in found.items():
-        _gather_group(graph, near, gathers)
+    for group, gathers in found.items():
+        _gather_group(graph, group, gathers)
 
 
 def _source(n: Any) -> Node | None:
@@ -40,7 +40,7 @@ def _deterministic(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in op.tags
 
 
-def _gather_group(graph: Graph, near: int, gathers: list[Node]) -> None:
+def _gather_group(graph: Graph, group: int, gathers: list[Node]) -> None:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     slices: dict[Any, Node] = {}  # by how they are made
     for n in gathers:
@@ -53,13 +53,13 @@ def _gather_group(graph: Graph, near: int, gathers: list[Node]) -> None:
         size += -(-x.meta["val"].nbytes // ALIGNED) * ALIGNED
     mode = gathers[0].meta["val"].fake_mode
     with graph.inserting_before(first):
-        laid = graph.call_function(torch.ops.weft.near_lay_out.default, (list(slices.values()), list(places.values()), size, near))
+        placed = graph.call_function(torch.ops.weft.near_lay_out.default, (list(slices.values()), list(places.values()), size, group))
     with mode:
-        laid.meta["val"] = slices[_made(gathers[0].args[0])].meta["val"].new_empty(1)
+        placed.meta["val"] = slices[_made(gathers[0].args[0])].meta["val"].new_empty(1)
     for n in gathers:
         x = n.args[0].meta["val"]
         with graph.inserting_before(n):
-            args = (laid, size, places[_made(n.args[0])], list(x.shape), x.dtype, *n.args[1:])
+            args = (placed, size, places[_made(n.args[0])], list(x.shape), x.dtype, *n.args[1:])
             taken = graph.call_function(torch.ops.weft.near_take.default, args)
         taken.meta["val"] = n.meta["val"]
         n.replace_all_uses_with(taken)

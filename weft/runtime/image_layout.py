@@ -58,7 +58,7 @@ def faster_channels_last(graph: GraphModule, device: torch.device) -> bool:
     """Whether a graph's convolutions take less time so."""
     kinds = Counter(_kind(n) for n in graph.graph.nodes if n.target in CONVOLUTIONS)
     try:
-        took = [sum(count * _milliseconds(kind, device, turned) for kind, count in kinds.items()) for turned in (False, True)]
+        took = [sum(count * _milliseconds(kind, device, channels_last) for kind, count in kinds.items()) for channels_last in (False, True)]
     except torch.OutOfMemoryError:  # no room to try
         return False
     return took[1] * (1 + MARGIN) < took[0]
@@ -74,7 +74,7 @@ def _kind(n: Node) -> Kind:
     return n.target, *map(stable, n.args)
 
 
-def _milliseconds(kind: Kind, device: torch.device, turned: bool) -> float:
+def _milliseconds(kind: Kind, device: torch.device, channels_last: bool) -> float:
     """The least of a few runs of a convolution."""
 
     def made(x: Any) -> Any:
@@ -82,7 +82,7 @@ def _milliseconds(kind: Kind, device: torch.device, turned: bool) -> float:
             return list(x) if isinstance(x, tuple) else x
         _, shape, dtype, image = x
         value = torch.zeros(shape if image else (1,) * len(shape), dtype=dtype, device=device)
-        return value.expand(shape) if not image else _to_channels_last(value) if turned else value
+        return value.expand(shape) if not image else _to_channels_last(value) if channels_last else value
 
     op, *operands = kind
     args = [made(x) for x in operands]

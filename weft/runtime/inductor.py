@@ -35,10 +35,10 @@ def _one_at_a_time(graph: GraphModule, given: Sequence[Tensor]) -> Iterator[None
         return
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    told = "\n".join([graph.code, *(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in given)])
+    text = "\n".join([graph.code, *(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in given)])
     place = Path(cache_dir(), "weft")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks: every rank compiles
             place.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context((place / hashlib.sha256(told.encode()).hexdigest()).open("w")), fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context((place / hashlib.sha256(text.encode()).hexdigest()).open("w")), fcntl.LOCK_EX)
         yield

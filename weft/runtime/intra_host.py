@@ -70,17 +70,17 @@ class HostGroup:
         shares = self._sum_shares(terms, op) if sliced else [(0, terms[0].numel(), terms)]
         at = 0
         for out in (out.view(-1) for out in outs):
-            for start, stop, held in shares:
+            for start, stop, part in shares:
                 lo, hi = max(at, start), min(at + out.numel(), stop)
                 if lo < hi:
-                    _fold([t[lo:hi] for t in held], op, out[lo - at : hi - at])
+                    _fold([t[lo:hi] for t in part], op, out[lo - at : hi - at])
             at += out.numel()
 
     def _sum_shares(self, terms: list[Tensor], op: str) -> list[tuple[int, int, list[Tensor]]]:
         """Every rank sums its share where it lies; who holds what then, as (start, stop, the one term)."""
-        whole = len(terms[0])
-        share = -(-whole // self.world)
-        bounds = [(min(r * share, whole), min((r + 1) * share, whole)) for r in range(self.world)]
+        full = len(terms[0])
+        share = -(-full // self.world)
+        bounds = [(min(r * share, full), min((r + 1) * share, full)) for r in range(self.world)]
         start, stop = bounds[self.rank]
         _fold([t[start:stop] for t in terms], op, terms[self.rank][start:stop])
         self.peers.barrier("all_reduce")
@@ -89,16 +89,16 @@ class HostGroup:
     def all_gather(self, mine: Tensor) -> Tensor:
         """Every rank's piece, all of one shape, along a new first dim."""
         out = mine.new_empty((self.world, *mine.shape))
-        for part, whole in _rounds(mine, 0, out, 1):
+        for part, full in _rounds(mine, 0, out, 1):
             for r, piece in enumerate(self._share([part], "all_gather")):
-                whole[r].copy_(part if r == self.rank else piece.view(part.shape))
+                full[r].copy_(part if r == self.rank else piece.view(part.shape))
         return out
 
     def all_gather_list(self, mine: Sequence[Tensor]) -> list[list[Tensor]]:
         """Of each flat piece every rank's, where they lie: to be copied before the next call."""
-        whole = self._share(mine, "all_gather")
+        full = self._share(mine, "all_gather")
         sizes = [x.numel() for x in mine]
-        return [list(pieces) for pieces in zip(*(views.split(sizes) for views in whole), strict=True)]
+        return [list(pieces) for pieces in zip(*(views.split(sizes) for views in full), strict=True)]
 
     def reduce_scatter(self, parts: Tensor, op: str = "sum") -> Tensor:
         """parts [ranks, ...]: this rank's one, reduced."""

@@ -29,15 +29,15 @@ def choose_launch(lengths: Sequence[int], phases: int, peers: Peers) -> Launch:
     """What was fastest on an H200 that four ranks shared: small work, and work with totals of some size, meets inside one launch of
     long-lived blocks; large work runs as many small blocks as it likes between two meetings."""
     resident = peers.resident_blocks() if hasattr(peers, "resident_blocks") else 8
-    whole, few = sum(lengths), len(lengths) <= 16
-    if phases == 1 and whole > 1 << 19:
+    full, few = sum(lengths), len(lengths) <= 16
+    if phases == 1 and full > 1 << 19:
         return Launch(1024, 1024, 4, 1 << 20, False)
     if phases > 1 and not few:
         return Launch(2048, 4096, 4, 1 << 20, False)
-    if whole > 1 << 23:
+    if full > 1 << 23:
         return Launch(4096, 16384, 8, 1 << 20, False)
-    block = 2048 if whole <= 1 << 18 else 8192
-    chunk = max(block, min(4 * block, -(-whole // resident // block) * block))
+    block = 2048 if full <= 1 << 18 else 8192
+    chunk = max(block, min(4 * block, -(-full // resident // block) * block))
     return Launch(block, chunk, min(32, block // 128), resident, True)
 
 
@@ -91,13 +91,13 @@ class DeviceKernel:
         be reading when this returns."""
         inside = self.launch.inside
         for number, phase in enumerate(self._phases):
-            apart = not inside or number == 0 and self._crowded
-            if apart:
+            separate = not inside or number == 0 and self._crowded
+            if separate:
                 self.meet()
             last = number == len(self._phases) - 1
             phase[(self._blocks,)](
                 self._table, self._work, self.pieces, self.scalars, self._sums, self._pads, self._limit,
-                **self._meta, **self._tiles, ENTER=not apart, LEAVE=inside and last, num_warps=self.launch.warps,
+                **self._meta, **self._tiles, ENTER=not separate, LEAVE=inside and last, num_warps=self.launch.warps,
             )  # fmt: skip
         if not inside and leave:
             self.meet()

@@ -50,15 +50,15 @@ def cross_entropy_backward(ct: Tensor, x: Tensor, target: Tensor, *, ignore_inde
 
 def put(x: Tensor, index: Tensor, rows: Tensor, *, dim: int) -> Tensor:
     """Every slice of x added to the row its index names; `rows` are the ascending rows held, of which an index may miss."""
-    held = rows.numel()
+    rows_stored = rows.numel()
     flat = index.reshape(-1)
     x = x.reshape(*x.shape[:dim], flat.numel(), *x.shape[dim + index.ndim :])
     traced = isinstance(flat, FakeTensor)  # Inductor does not search in what it makes on the way; to count, it reads once
     at = (rows < flat.unsqueeze(-1)).sum(-1) if traced else torch.searchsorted(rows, flat.contiguous())
-    at = at.clamp(max=max(held - 1, 0))
-    hit = (rows[at] == flat) if held else torch.zeros_like(flat, dtype=torch.bool)
+    at = at.clamp(max=max(rows_stored - 1, 0))
+    hit = (rows[at] == flat) if rows_stored else torch.zeros_like(flat, dtype=torch.bool)
     x = torch.where(hit.reshape(-1, *(1,) * (x.ndim - 1 - dim)), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    return x.new_zeros(*x.shape[:dim], held, *x.shape[dim + 1 :]).index_add_(dim, at, x)
+    return x.new_zeros(*x.shape[:dim], rows_stored, *x.shape[dim + 1 :]).index_add_(dim, at, x)
 
 
 def put_all(x: Tensor, index: Tensor, *, dim: int, rows: int) -> Tensor:
@@ -97,12 +97,12 @@ def adam_(
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = step.to(ps[0].device, torch.float32)
     rate = lr.to(ps[0].device, torch.float32) if ps[0].is_cuda else float(lr)
-    whole = [[x.contiguous() for x in xs] for xs in (ps, gs, ms, vs)]  # the kernel takes all four for one piece of memory each
+    full = [[x.contiguous() for x in xs] for xs in (ps, gs, ms, vs)]  # the kernel takes all four for one piece of memory each
     update(
-        *whole, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
+        *full, [], [count] * len(ps), lr=rate, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
-    for x, new in zip((*ps, *ms, *vs), (*whole[0], *whole[2], *whole[3]), strict=True):
+    for x, new in zip((*ps, *ms, *vs), (*full[0], *full[2], *full[3]), strict=True):
         if new is not x:
             x.copy_(new)
 

@@ -28,9 +28,9 @@ class ParallelGroups:
 
     def take(self, sent: int) -> Any:
         """The group for a message of so many bytes."""
-        lane = self._carried.index(min(self._carried))
-        self._carried[lane] += sent
-        return self.groups[lane]
+        channel = self._carried.index(min(self._carried))
+        self._carried[channel] += sent
+        return self.groups[channel]
 
 
 def parallel_groups(group: Any, count: int) -> list[Any]:

@@ -37,10 +37,10 @@ class Chunks:
         return torch.stack([p.unflatten(self.dim, (self.parts, -1)) for p in pieces], self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-def run(work: Work, chunks: int, cut: Sequence[tuple[Any, Chunks]], whole: Sequence[Any], joins: Sequence[Chunks]) -> tuple[Any, ...]:
+def run(work: Work, chunks: int, sharded: Sequence[tuple[Any, Chunks]], full: Sequence[Any], joins: Sequence[Chunks]) -> tuple[Any, ...]:
     """`work(number, *chunk of every cut argument, *whole arguments)` on all chunks; its results put together."""
-    pieces = [[how.take(x, c, chunks) for x, how in cut] for c in range(chunks)]
-    results = run_staggered([work(c, *pieces[c], *whole) for c in range(chunks)])
+    pieces = [[how.take(x, c, chunks) for x, how in sharded] for c in range(chunks)]
+    results = run_staggered([work(c, *pieces[c], *full) for c in range(chunks)])
     return tuple(how.join([r[k] for r in results]) for k, how in enumerate(joins))
 
 

@@ -92,15 +92,15 @@ def _on_device(
     known[key](*given)
 
 
-def _compile(run: Run, given: Sequence[Tensor], cut: bool, still: bool) -> Run:
+def _compile(run: Run, given: Sequence[Tensor], sharded: bool, still: bool) -> Run:
     """By Inductor, which fuses the asking with the update and overwrites in place; op by op where it refuses."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def flat(x: Tensor, at: Tensor, lr: Tensor, step: Tensor, *rest: Tensor) -> tuple[Tensor]:
-        if still and not cut:
+        if still and not sharded:
             _update_looked_up_rows(run, rest, x, at, lr, step)
         else:
-            _update_all_rows(run, rest[1:] if cut else rest, x, at, rest[0] if cut else None, lr, step)
+            _update_all_rows(run, rest[1:] if sharded else rest, x, at, rest[0] if sharded else None, lr, step)
         return (step + 1,)  # a graph gives something
 
     if os.environ.get("WEFT_INDUCTOR", "1") == "0":

@@ -54,12 +54,12 @@ def _routing(picks: Tensor, each: int, group: Any) -> _Routing:
 
 def experts(x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Tensor:
     """This rank's tokens x [t, d] through the experts of all ranks; picks and weights are of all tokens, up and `more` of the experts held."""
-    way = _routing(picks, up.shape[0], group)
-    return way.back(through(way.there(x), picks[way.into], weights[way.into], up, *more), x.shape[0])
+    routing = _routing(picks, up.shape[0], group)
+    return routing.back(through(routing.there(x), picks[routing.into], weights[routing.into], up, *more), x.shape[0])
 
 
 def experts_backward(ct: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Any:
     """The gradient of this rank's tokens; and, in their places of the tuple, that of the weights of all tokens by the experts held, and of these."""
-    way = _routing(picks, up.shape[0], group)
-    dx, dw, *rest = through(way.there(ct), way.there(x), picks[way.into], weights[way.into], up, *more)
-    return way.back(dx, x.shape[0]), (None, torch.zeros_like(weights).index_copy(0, way.into, dw), *rest)
+    routing = _routing(picks, up.shape[0], group)
+    dx, dw, *rest = through(routing.there(ct), routing.there(x), picks[routing.into], weights[routing.into], up, *more)
+    return routing.back(dx, x.shape[0]), (None, torch.zeros_like(weights).index_copy(0, routing.into, dw), *rest)

@@ -193,9 +193,9 @@ class Part(torch.nn.Module):
         self._alone = not isinstance(out.args[0], (tuple, list))
         self._run: Callable[..., Any] | None = None
 
-    def stand_in(self, whole: torch.nn.Module) -> None:
-        name = next(name for name, m in whole.named_children() if m is self.graph)
-        setattr(whole, name, self)
+    def stand_in(self, full: torch.nn.Module) -> None:
+        name = next(name for name, m in full.named_children() if m is self.graph)
+        setattr(full, name, self)
 
     def forward(self, *given: Tensor) -> Any:
         if self._run is None:

@@ -94,12 +94,12 @@ def _nothing_moved(p: Program, node: Node, asked: Any, step: Any, axis: str, ver
 def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Program:
     gathered = [k for k, a in enumerate(f.args) if a.op is comm.all_gather and a.attr("axis") == axis and len(a.args) == 1]
     first = f.args[gathered[0]]
-    cut = rules.shard_of(first.args[0].layout, axis)
-    assert cut is not None
+    shard = rules.shard_of(first.args[0].layout, axis)
+    assert shard is not None
     what = f"sink {name_in(p, first)} past {f.op.name}"
     eq = equation_of(f)
     if eq is not None:
-        label = rules.label_of(eq, gathered[0], cut)
+        label = rules.label_of(eq, gathered[0], shard)
         lost = any(label not in out for out in eq.outs)
         if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
             verb = "sums over" if label not in eq.whole else "needs all of"
@@ -107,8 +107,8 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
                 p,
                 f,
                 what,
-                f"{f.op.name} to treat each slice of dim {cut.dim} of {name_in(p, first)} alone",
-                f"{f.op.name} {verb} dim {cut.dim} of {name_in(p, first)}",
+                f"{f.op.name} to treat each slice of dim {shard.dim} of {name_in(p, first)} alone",
+                f"{f.op.name} {verb} dim {shard.dim} of {name_in(p, first)}",
                 _other_dims(p, first, f, axis),
             )
         gathered = [k for k in gathered if _same_shard(f, eq, k, axis, label)]
@@ -117,8 +117,8 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
 
 
 def _same_shard(f: Node, eq: Any, k: int, axis: str, label: str) -> bool:
-    cut = rules.shard_of(f.args[k].args[0].layout, axis)
-    return cut is not None and rules.label_of(eq, k, cut) == label
+    shard = rules.shard_of(f.args[k].args[0].layout, axis)
+    return shard is not None and rules.label_of(eq, k, shard) == label
 
 
 def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
@@ -128,10 +128,10 @@ def _other_dims(p: Program, gather: Node, f: Node, axis: str) -> list[str]:
         return []
 
     def attempt(d: int) -> Program:
-        whole = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
-        reduced = whole.moved[gather]
-        q = apply_rule(whole, rules.split_scatter(reduced, d), [reduced], "split")
-        return _sink_gather(q, q.at(whole.moved[f]), axis)
+        full = apply_rule(p, rules.unsplit(gather), [gather], "unsplit")
+        reduced = full.moved[gather]
+        q = apply_rule(full, rules.split_scatter(reduced, d), [reduced], "split")
+        return _sink_gather(q, q.at(full.moved[f]), axis)
 
     fits = [d for d in range(gather.ndim) if d != scatter.attr("dim") and works(partial(attempt, d))]
     return [f"split(p, ..., dim={d})   # tried: the gather then sinks past this {f.op.name}" for d in fits[:2]]
@@ -142,10 +142,10 @@ def _sink_slice(p: Program, f: Node, axis: str) -> Program:
     what = f"sink {name_in(p, first)} past {f.op.name}"
     if len(f.types) > 1:
         raise refuse(p, f, what, "an op of one result", f"{f.op.name} gives {len(f.types)}")
-    whole = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
-    if whole:
+    full = [k for k, a in enumerate(f.args) if isinstance(a.type.on(axis), S) and not (a.op is comm.slice_ and a.attr("axis") == axis)]
+    if full:
         raise refuse(
-            p, f, what, f"every operand sharded along {axis} to be a slice", f"operand {whole[0]} is {f.args[whole[0]].op.name}, sharded already"
+            p, f, what, f"every operand sharded along {axis} to be a slice", f"operand {full[0]} is {f.args[full[0]].op.name}, sharded already"
         )
     if not isinstance(f.types[0].on(axis), S):
         raise refuse(p, f, what, f"{f.op.name} to keep the shards along {axis}", f"its result is {axis}:{f.types[0].on(axis)}")

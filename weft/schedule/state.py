@@ -40,15 +40,15 @@ def shard_state(p: Program, *names: str, gather: bool = False) -> Program:
 def _gather_at_use(p: Program, name: str) -> Program:
     """The input sharded as its next value is, and gathered where it is read; slices of it then are the sharding itself."""
     m = p.input_names[name]
-    cuts = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
-    if not cuts:
+    slices = [n for n in (*_next_value(p, name), *p.users[m]) if n.op in (comm.all_gather, comm.slice_)]
+    if not slices:
         raise refuse(
             p, m, f"shard_state {name}", f"a slice of {name}, or a gather that makes its next value, to say how it is sharded", "neither"
         )
-    axis = cuts[0].attr("axis")
-    cut = rules.shard_of(cuts[0].layout if cuts[0].op is comm.slice_ else cuts[0].args[0].layout, axis)
-    assert cut is not None
-    return _cancel_pairs(apply_rule(p, rules.shard_replicated(m, axis, cut.dim, cut.within), [m], f"cut {name}"), _PAIRS[:1])
+    axis = slices[0].attr("axis")
+    shard = rules.shard_of(slices[0].layout if slices[0].op is comm.slice_ else slices[0].args[0].layout, axis)
+    assert shard is not None
+    return _cancel_pairs(apply_rule(p, rules.shard_replicated(m, axis, shard.dim, shard.within), [m], f"cut {name}"), _PAIRS[:1])
 
 
 def _next_value(p: Program, name: str) -> list[Node]:
@@ -59,13 +59,13 @@ def _slices_up(p: Program, name: str) -> Program:
     """Slices of what is computed from the input hoisted until they slice the input itself, as far as that goes."""
     while True:
         m = p.input_names[name]
-        whole = [u for u in p.users[m] if u.op.kind in (Kind.POINTWISE, Kind.VIEW)]
-        near = [s for u in whole for s in p.users[u] if s.op is comm.slice_] or [
+        full = [u for u in p.users[m] if u.op.kind in (Kind.POINTWISE, Kind.VIEW)]
+        slices = [s for u in full for s in p.users[u] if s.op is comm.slice_] or [
             s
             for s in p.find_all("slice")
             if s.args[0] not in p.inputs and m in p.needs(s.args[0]) and s.args[0].op.kind in (Kind.POINTWISE, Kind.VIEW)
         ]
-        q = next((q for s in near if (q := _try_hoist(p, s)) is not None), None)
+        q = next((q for s in slices if (q := _try_hoist(p, s)) is not None), None)
         if q is None:
             return p
         p = q
@@ -81,18 +81,18 @@ def _try_hoist(p: Program, node: Node) -> Program | None:
 def _shard_one(p: Program, name: str) -> Program:
     m, outs = p.input_names[name], [o for o, i in p.state if i == name]
     what = f"shard_state {name}"
-    cut = _the_slice(p, m, name, what)
-    small = input_in_layout(m, cut.layout)
+    shard = _the_slice(p, m, name, what)
+    small = input_in_layout(m, shard.layout)
     for out in _next_value(p, name):
-        if out.op is not comm.all_gather or out.args[0].type != cut.type:
+        if out.op is not comm.all_gather or out.args[0].type != shard.type:
             raise refuse(
                 p,
                 out,
                 what,
-                f"the next value of {name} to be gathered from {cut.type}",
+                f"the next value of {name} to be gathered from {shard.type}",
                 f"{out.op.name} of {', '.join(str(a.type) for a in out.args)}",
             )
-    q = p.rewrite({cut: small}, what, inputs={m: small})
+    q = p.rewrite({shard: small}, what, inputs={m: small})
     outputs = [(o, q.moved[p.output_names[o].args[0]] if o in outs else n) for o, n in q.outputs]
     return as_one_step(p, q.with_outputs(outputs, what), what)
 
@@ -100,14 +100,14 @@ def _shard_one(p: Program, name: str) -> Program:
 def _the_slice(p: Program, m: Node, name: str, what: str) -> Node:
     """The one slice through which the input is read."""
     uses = p.users[m]
-    whole = [u for u in uses if u.op is not comm.slice_]
+    full = [u for u in uses if u.op is not comm.slice_]
     if p.outputs_of(m):
         raise refuse(p, m, what, f"{name} to be read in slices only", f"it is an output as it is: {', '.join(p.outputs_of(m))}")
-    if not uses or whole or len(set(uses)) != 1:
+    if not uses or full or len(set(uses)) != 1:
         needed = f"every use of {name} to be one and the same slice"
-        found = f"{name_in(p, whole[0])} reads all of it" if whole else f"{len(uses)} different slices" if uses else "no use"
+        found = f"{name_in(p, full[0])} reads all of it" if full else f"{len(uses)} different slices" if uses else "no use"
         after = (f'shard_state(sink(p, "{name_in(p, g)}"), {name!r})' for g in p.find_all("all_gather"))
-        raise refuse(p, whole[0] if whole else m, what, needed, found, tried(p, after, most=1) if whole else ())
+        raise refuse(p, full[0] if full else m, what, needed, found, tried(p, after, most=1) if full else ())
     return uses[0]
 
 

@@ -43,9 +43,9 @@ def _norm(m: Maker) -> Any:
 def _order(m: Maker) -> Any:
     x = m.some(1)
     d = m.dim(x)
-    k, turned = m.rng.randint(min(1, x.shape[d]), x.shape[d]), m.rng.random() < 0.4
-    ways = (lambda v: cumsum(v, d, turned), lambda v: argmax(v, d), lambda v: sort(v, d, turned), lambda v: topk(v, k, d))
-    return m.emit(m.rng.choice(ways), x)
+    k, transposed = m.rng.randint(min(1, x.shape[d]), x.shape[d]), m.rng.random() < 0.4
+    options = (lambda v: cumsum(v, d, transposed), lambda v: argmax(v, d), lambda v: sort(v, d, transposed), lambda v: topk(v, k, d))
+    return m.emit(m.rng.choice(options), x)
 
 
 @makes("take")

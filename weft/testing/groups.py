@@ -82,5 +82,5 @@ def _noise_outside(x: torch.Tensor, dim: int, span: tuple[int, int]) -> torch.Te
 def _keeps_a_chunk(value: torch.Tensor, noisy: torch.Tensor, size: int, span: tuple[int, int]) -> bool:
     """Whether, along some dim of the chunked size, the chunk is as it was."""
     dims = [d for d in range(value.ndim) if value.shape[d] == size]
-    cuts = [(d, slice(*span)) for d in dims]
-    return any(close(noisy.narrow(d, s.start, s.stop - s.start), value.narrow(d, s.start, s.stop - s.start), 1e-9) for d, s in cuts)
+    shards = [(d, slice(*span)) for d in dims]
+    return any(close(noisy.narrow(d, s.start, s.stop - s.start), value.narrow(d, s.start, s.stop - s.start), 1e-9) for d, s in shards)

@@ -17,15 +17,15 @@ def layouts(mesh: Mesh, shape: Sequence[int], *, held: bool = True, inner: bool 
     """
     found: dict[Layout, None] = {}
     for choice in itertools.product(range(-1, len(shape)), repeat=len(mesh.axes)):
-        cut = {axis: d for axis, d in zip(mesh.axes, choice, strict=True) if d >= 0}
-        free = [axis for axis in mesh.axes if axis not in cut]
-        for dims in itertools.product(*(_dims(mesh, n, _of(cut, d), inner) for d, n in enumerate(shape))):
+        sharded = {axis: d for axis, d in zip(mesh.axes, choice, strict=True) if d >= 0}
+        free = [axis for axis in mesh.axes if axis not in sharded]
+        for dims in itertools.product(*(_dims(mesh, n, _of(sharded, d), inner) for d, n in enumerate(shape))):
             found.update(dict.fromkeys(_placements(Layout(mesh, dims), free, held)))
     return list(found)
 
 
-def _of(cut: dict[str, int], dim: int) -> tuple[str, ...]:
-    return tuple(axis for axis, d in cut.items() if d == dim)
+def _of(sharded: dict[str, int], dim: int) -> tuple[str, ...]:
+    return tuple(axis for axis, d in sharded.items() if d == dim)
 
 
 @lru_cache(maxsize=4096)
@@ -34,8 +34,8 @@ def _dims(mesh: Mesh, size: int, axes: tuple[str, ...], inner: bool) -> tuple[Di
     found: dict[Dim, None] = {}
     for factors in factorizations(size) if inner and axes else [(size,)]:
         for at in itertools.product(range(len(factors)), repeat=len(axes)):
-            cuts = [tuple(axis for axis, k in zip(axes, at, strict=True) if k == i) for i in range(len(factors))]
-            found[canonical(tuple(map(Atom, factors, cuts)), mesh)] = None
+            shards = [tuple(axis for axis, k in zip(axes, at, strict=True) if k == i) for i in range(len(factors))]
+            found[canonical(tuple(map(Atom, factors, shards)), mesh)] = None
     return tuple(found)
 
 

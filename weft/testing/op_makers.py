@@ -50,8 +50,8 @@ def _binary(name: str) -> Grow:
         op, x = op_named(name), m.some()
         y = m.positive(x.shape) if name == "div" and m.rng.random() < 0.7 else _other_operand(m, x)
         if not isinstance(y, Node):
-            turned = m.rng.random() < 0.5 and name != "div"
-            return m.emit(lambda a: op(y, a) if turned else op(a, y), x)
+            swapped = m.rng.random() < 0.5 and name != "div"
+            return m.emit(lambda a: op(y, a) if swapped else op(a, y), x)
         return m.emit(op, *((x, y) if name == "div" or m.rng.random() < 0.7 else (y, x)))
 
     return grow
@@ -233,9 +233,9 @@ def _const(m: Maker) -> Any:
 def _reduce_whole(m: Maker) -> Any:
     x = m.some(1)
     d, keep = m.dim(x), m.rng.random() < 0.5
-    ways = [lambda v: squares_about(v, all_reduce_partials(mean(v, d, True)), dims=(d,), keepdim=keep), lambda v: logsumexp(v, dims=(d,), keepdim=keep)]
-    ways += [lambda v: var_mean(v, less=1, dims=(d,), keepdim=keep)] if x.shape[d] > 1 else []
-    return m.emit(m.rng.choice(ways), x)
+    options = [lambda v: squares_about(v, all_reduce_partials(mean(v, d, True)), dims=(d,), keepdim=keep), lambda v: logsumexp(v, dims=(d,), keepdim=keep)]
+    options += [lambda v: var_mean(v, less=1, dims=(d,), keepdim=keep)] if x.shape[d] > 1 else []
+    return m.emit(m.rng.choice(options), x)
 
 
 @makes("sum", "amax", "amin")

@@ -159,10 +159,10 @@ def _fuse(s: Scene) -> Step | None:
         return None
     group = {s.rng.choice(start)}
     for _ in range(s.rng.randint(1, 6)):
-        near = [x for n in group for x in (*n.args, *s.p.users[n]) if x in s.names and x not in group and not x.op.is_input]
-        if not near:
+        neighbours = [x for n in group for x in (*n.args, *s.p.users[n]) if x in s.names and x not in group and not x.op.is_input]
+        if not neighbours:
             break
-        group.add(s.rng.choice(sorted(near, key=s.p.nodes.index)))
+        group.add(s.rng.choice(sorted(neighbours, key=s.p.nodes.index)))
     nodes = [n for n in s.p.nodes if n in group]
     return Step("fuse", (), (("places", [s.names[n] for n in nodes]),)) if len(nodes) > 1 else None
 

@@ -248,13 +248,13 @@ def norm(d: Draft) -> None:
     n = x.shape[-1]
     weight = d.param((n,)) if d.rng.random() < 0.7 else "None"
     bias = d.param((n,)) if d.rng.random() < 0.7 else "None"
-    ways = [f"F.layer_norm({x.name}, ({n},), {weight}, {bias})", f"F.rms_norm({x.name}, ({n},), {weight})", f"F.layer_norm({x.name}, {x.shape[1:]})"]
+    options = [f"F.layer_norm({x.name}, ({n},), {weight}, {bias})", f"F.rms_norm({x.name}, ({n},), {weight})", f"F.layer_norm({x.name}, {x.shape[1:]})"]
     if len(x.shape) > 2 and x.shape[1] % 2 == 0:
-        ways += [f"F.group_norm({x.name}, 2)", f"F.instance_norm({x.name})", f"F.group_norm({x.name}, 2, {d.param((x.shape[1],))})"]
+        options += [f"F.group_norm({x.name}, 2)", f"F.instance_norm({x.name})", f"F.group_norm({x.name}, 2, {d.param((x.shape[1],))})"]
     if 1 < len(x.shape) < 5:
         kind = f"nn.BatchNorm{max(1, len(x.shape) - 2)}d({x.shape[1]})"
-        ways += [f"{d.layer(kind)}({x.name})", f"F.local_response_norm({x.name}, 2)" if len(x.shape) > 2 else f"{d.layer(f'nn.LayerNorm({n})')}({x.name})"]
-    d.say(d.rng.choice(ways), x.shape)
+        options += [f"{d.layer(kind)}({x.name})", f"F.local_response_norm({x.name}, 2)" if len(x.shape) > 2 else f"{d.layer(f'nn.LayerNorm({n})')}({x.name})"]
+    d.say(d.rng.choice(options), x.shape)
 
 
 # -- matmuls ------------------------------------------------------------------------------------------------------------------------
@@ -267,10 +267,10 @@ def product(d: Draft) -> None:
         return
     k, n = x.shape[-1], d.rng.choice(WIDTHS)
     out = (*x.shape[:-1], n)
-    ways = [f"F.linear({x.name}, {d.param((n, k))}, {d.param((n,))})", f"{x.name} @ {d.param((k, n))}", f"{d.layer(f'nn.Linear({k}, {n})')}({x.name})",
+    options = [f"F.linear({x.name}, {d.param((n, k))}, {d.param((n,))})", f"{x.name} @ {d.param((k, n))}", f"{d.layer(f'nn.Linear({k}, {n})')}({x.name})",
             f"torch.einsum('...k,nk->...n', {x.name}, {d.param((n, k))})", f"F.bilinear({x.name}, {x.name}, {d.param((n, k, k))})",
             f"torch.tensordot({x.name}, {d.param((k, n))}, dims=1)", f"F.linear({x.name}, {d.param((n, k))})"]  # fmt: skip
-    d.say(d.rng.choice(ways), out)
+    d.say(d.rng.choice(options), out)
 
 
 @rule(5)
@@ -280,13 +280,13 @@ def einsum(d: Draft) -> None:
         return
     if len(x.shape) == 2:
         a, b = x.shape
-        ways = [("ab,ab->", (), f"{d.param((a, b))}"), ("ab,ab->a", (a,), f"{d.param((a, b))}"), ("ab,cb->ac", (a, 4), d.param((4, b))), ("ab,ab->ba", (b, a), x.name),
+        options = [("ab,ab->", (), f"{d.param((a, b))}"), ("ab,ab->a", (a,), f"{d.param((a, b))}"), ("ab,cb->ac", (a, 4), d.param((4, b))), ("ab,ab->ba", (b, a), x.name),
                 ("ab,b->a", (a,), d.param((b,))), ("ab,c->abc", (a, b, 4), d.param((4,))), ("ab,ac->bc", (b, b), x.name)]  # fmt: skip
     else:
         a, b, c = x.shape
-        ways = [("abc,abc->", (), x.name), ("abc,adc->abd", (a, b, b), x.name), ("abc,dc->adb", (a, 4, b), d.param((4, c))), ("abc,abd->acd", (a, c, c), x.name),
+        options = [("abc,abc->", (), x.name), ("abc,adc->abd", (a, b, b), x.name), ("abc,dc->adb", (a, 4, b), d.param((4, c))), ("abc,abd->acd", (a, c, c), x.name),
                 ("abc,bc->ab", (a, b), d.param((b, c))), ("abc,c->ba", (b, a), d.param((c,))), ("abc,abc->ac", (a, c), d.param((1, b, c)) + f".expand({a}, -1, -1)")]  # fmt: skip
-    equation, shape, other = d.rng.choice(ways)
+    equation, shape, other = d.rng.choice(options)
     d.say(f"torch.einsum('{equation}', {x.name}, {other})", shape)
 
 
@@ -316,9 +316,9 @@ def whole_layer(d: Draft) -> None:
     w = x.shape[-1]
     mha = d.layer(f"nn.MultiheadAttention({w}, 2, batch_first=True)")
     need = d.rng.choice(["", ", need_weights=False"])
-    ways = [f"{mha}({x.name}, {x.name}, {x.name}{need})[0]",
+    options = [f"{mha}({x.name}, {x.name}, {x.name}{need})[0]",
             f"{d.layer(f'nn.TransformerEncoderLayer({w}, 2, 8, dropout=0.0, batch_first=True)')}({x.name})"]  # fmt: skip
-    d.say(d.rng.choice(ways), x.shape)
+    d.say(d.rng.choice(options), x.shape)
 
 
 @rule(3)
@@ -347,7 +347,7 @@ def image(d: Draft) -> None:
             d.say(f"{seed.name}.unsqueeze(1)", (seed.shape[0], 1, *seed.shape[1:]))
         return
     b, c, h, w = x.shape
-    ways = [(f"F.conv2d({x.name}, {d.param((4, c, 3, 3))}, {d.param((4,))}, padding=1)", (b, 4, h, w)), (f"F.conv2d({x.name}, {d.param((c, 1, 3, 3))}, groups={c}, padding=1)", x.shape),
+    options = [(f"F.conv2d({x.name}, {d.param((4, c, 3, 3))}, {d.param((4,))}, padding=1)", (b, 4, h, w)), (f"F.conv2d({x.name}, {d.param((c, 1, 3, 3))}, groups={c}, padding=1)", x.shape),
             (f"F.conv2d({x.name}, {d.param((4, c, 2, 2))}, stride=2)", (b, 4, h // 2, w // 2)), (f"F.max_pool2d({x.name}, 2)", (b, c, h // 2, w // 2)),
             (f"F.avg_pool2d({x.name}, 2)", (b, c, h // 2, w // 2)), (f"F.max_pool2d({x.name}, 3, stride=1, padding=1)", x.shape),
             (f"F.adaptive_avg_pool2d({x.name}, 1)", (b, c, 1, 1)), (f"F.lp_pool2d({x.name}, 2.0, 2)", (b, c, h // 2, w // 2)), (f"F.adaptive_max_pool2d({x.name}, 1)", (b, c, 1, 1)),
@@ -355,7 +355,7 @@ def image(d: Draft) -> None:
             (f"F.conv_transpose2d({x.name}, {d.param((c, 3, 2, 2))}, stride=2)", (b, 3, 2 * h, 2 * w)), (f"F.pad({x.name}, (1, 1, 0, 1))", (b, c, h + 1, w + 2)),
             (f"F.pad({x.name}, (1, 1, 1, 1), mode='reflect')", (b, c, h + 2, w + 2)), (f"{x.name}.to(memory_format=torch.channels_last) * 1.0", x.shape),
             (f"F.unfold({x.name}, 2)", (b, c * 4, (h - 1) * (w - 1))), (f"F.conv2d({x.name}, {d.param((4, c, 3, 3))}, dilation=1, padding='same')", (b, 4, h, w))]  # fmt: skip
-    text, shape = d.rng.choice(ways)
+    text, shape = d.rng.choice(options)
     if 0 not in shape and max(shape) < 40:
         d.say(text, shape)
 
@@ -366,9 +366,9 @@ def signal(d: Draft) -> None:
     if x is None:
         return
     b, c, n = x.shape
-    ways = [(f"F.conv1d({x.name}, {d.param((4, c, 3))}, padding=1)", (b, 4, n)), (f"F.max_pool1d({x.name}, 2)", (b, c, n // 2)), (f"F.avg_pool1d({x.name}, 2)", (b, c, n // 2)),
+    options = [(f"F.conv1d({x.name}, {d.param((4, c, 3))}, padding=1)", (b, 4, n)), (f"F.max_pool1d({x.name}, 2)", (b, c, n // 2)), (f"F.avg_pool1d({x.name}, 2)", (b, c, n // 2)),
             (f"F.conv1d({x.name}, {d.param((c, 1, 2))}, groups={c})", (b, c, n - 1)), (f"F.pad({x.name}, (1, 0), mode='replicate')", (b, c, n + 1))]  # fmt: skip
-    d.say(*d.rng.choice(ways))
+    d.say(*d.rng.choice(options))
 
 
 # -- tables and places ---------------------------------------------------------------------------------------------------------------
@@ -379,11 +379,11 @@ def table(d: Draft) -> None:
     rows, w = d.rng.choice([5, 6, 8]), d.rng.choice(WIDTHS)
     index = d.indices((BATCH, LENGTH), rows)
     pad = d.rng.choice(["", ", padding_idx=1"])
-    ways = [(f"F.embedding({index}, {d.param((rows, w))}{pad})", (BATCH, LENGTH, w)), (f"{d.param((rows, w))}[{index}]", (BATCH, LENGTH, w)),
+    options = [(f"F.embedding({index}, {d.param((rows, w))}{pad})", (BATCH, LENGTH, w)), (f"{d.param((rows, w))}[{index}]", (BATCH, LENGTH, w)),
             (f"F.embedding_bag({index}, {d.param((rows, w))}, mode='{d.rng.choice(['sum', 'mean', 'max'])}')", (BATCH, w)),
             (f"F.one_hot({index}, {rows}).double() @ {d.param((rows, w))}", (BATCH, LENGTH, w)), (f"{d.param((rows, w))}.index_select(0, {index}.flatten())", (BATCH * LENGTH, w)),
             (f"F.embedding({index}, {d.param((rows, w))}, scale_grad_by_freq=True)", (BATCH, LENGTH, w))]  # fmt: skip
-    d.say(*d.rng.choice(ways))
+    d.say(*d.rng.choice(options))
 
 
 @rule(5)
@@ -393,14 +393,14 @@ def places(d: Draft) -> None:
         return
     dim = d.rng.randrange(len(x.shape))
     n = x.shape[dim]
-    whole, one, pair = d.indices(x.shape, n), d.indices((3,), n), d.indices((n,), 3)
+    full, one, pair = d.indices(x.shape, n), d.indices((3,), n), d.indices((n,), 3)
     most, fewer = (*x.shape[:dim], 3, *x.shape[dim + 1 :]), tuple(m for i, m in enumerate(x.shape) if i != dim)
-    ways = [(f"torch.gather({x.name}, {dim}, {whole})", x.shape), (f"{x.name}.index_select({dim}, {one})", most), (f"torch.take_along_dim({x.name}, {whole}, {dim})", x.shape),
-            (f"torch.zeros_like({x.name}).scatter_add({dim}, {whole}, {x.name})", x.shape), (f"{x.name}.new_zeros({most}).index_add({dim}, {pair}, {x.name})", most),
-            (f"{x.name}.select({dim}, {d.rng.randrange(-n, n)})", fewer), (f"{x.name}.scatter({dim}, {whole}.narrow({dim}, 0, 1), 0.5)", x.shape),
+    options = [(f"torch.gather({x.name}, {dim}, {full})", x.shape), (f"{x.name}.index_select({dim}, {one})", most), (f"torch.take_along_dim({x.name}, {full}, {dim})", x.shape),
+            (f"torch.zeros_like({x.name}).scatter_add({dim}, {full}, {x.name})", x.shape), (f"{x.name}.new_zeros({most}).index_add({dim}, {pair}, {x.name})", most),
+            (f"{x.name}.select({dim}, {d.rng.randrange(-n, n)})", fewer), (f"{x.name}.scatter({dim}, {full}.narrow({dim}, 0, 1), 0.5)", x.shape),
             (f"{x.name}[{':, ' * dim}{one}]", most), (f"{x.name}.tril()", x.shape), (f"{x.name}.triu(1)", x.shape), (f"{x.name}.index_fill({dim}, {one}, 0.5)", x.shape),
-            (f"{x.name}.scatter_reduce({dim}, {whole}, {x.name}.detach() * 0.5, 'sum')", x.shape), (f"{x.name}.masked_fill(({whole} > 0), 0.0)", x.shape)]  # fmt: skip
-    d.say(*d.rng.choice(ways))
+            (f"{x.name}.scatter_reduce({dim}, {full}, {x.name}.detach() * 0.5, 'sum')", x.shape), (f"{x.name}.masked_fill(({full} > 0), 0.0)", x.shape)]  # fmt: skip
+    d.say(*d.rng.choice(options))
 
 
 @rule(8)
@@ -417,7 +417,7 @@ def view(d: Draft) -> None:
         return tuple(size if k == dim else m for k, m in enumerate(x.shape))
 
     swapped = tuple(x.shape[{i: j, j: i}.get(k, k)] for k in range(r))
-    ways: list[tuple[str, Shape]] = [
+    options: list[tuple[str, Shape]] = [
         (f"{x.name}.transpose({i}, {j})", swapped), (f"{x.name}.permute({', '.join(map(str, dims))})", tuple(x.shape[k] for k in dims)),
         (f"{x.name}.flatten({r - 2})", (*x.shape[:-2], x.shape[-2] * x.shape[-1])), (f"{x.name}.unsqueeze({i})", (*x.shape[:i], 1, *x.shape[i:])),
         (f"torch.cat([{x.name}, {x.name} * 2.0], {i})", sized(i, 2 * n)), (f"torch.stack([{x.name}, {x.name}.sin()], {i})", (*x.shape[:i], 2, *x.shape[i:])),
@@ -429,7 +429,7 @@ def view(d: Draft) -> None:
         (f"torch.rot90({x.name}, 1, ({i}, {j}))", swapped), (f"{x.name}.unsqueeze(0).expand(2, {', '.join(['-1'] * r)})", (2, *x.shape)), (f"{x.name}.roll((1, -1), ({i}, {j}))", x.shape),
         (f"torch.broadcast_to({x.name}.narrow({i}, 0, 1), {x.shape})", x.shape), (f"{x.name}.flip(({i}, {j}))", x.shape), (f"torch.tile({x.name}, (2,))", sized(r - 1, 2 * x.shape[-1])),
     ]  # fmt: skip
-    text, shape = d.rng.choice(ways)
+    text, shape = d.rng.choice(options)
     if math.prod(shape) <= 600 and len(shape) <= 5:
         d.say(text, shape)
 
@@ -445,11 +445,11 @@ def in_place(d: Draft) -> None:
     for _ in range(d.rng.choice([1, 1, 2, 3])):
         y = d.pick(lambda v: v.shape == x.shape and v.name != t.name)
         other = y.name if y else "1.5"
-        ways = [f"{t.name}[..., 0] = {f'{other}[..., 0]' if y else other}", f"{t.name}[:, -1] += 1.0", f"{t.name}.add_({other})", f"{t.name}.mul_({other})", f"{t.name}[..., ::2] *= 0.5", f"{t.name}[1:] = {t.name}[:-1].clone()",
+        options = [f"{t.name}[..., 0] = {f'{other}[..., 0]' if y else other}", f"{t.name}[:, -1] += 1.0", f"{t.name}.add_({other})", f"{t.name}.mul_({other})", f"{t.name}[..., ::2] *= 0.5", f"{t.name}[1:] = {t.name}[:-1].clone()",
                 f"{t.name}.clamp_(min=0.0)", f"{t.name}[0] = 0.0", f"{t.name}.masked_fill_({x.name} > 0, 0.5)", f"{t.name}[{x.name} > 1] = 0.25", f"{t.name}.transpose(0, 1)[0] = 0.5", f"{t.name}.relu_()", f"{t.name}.tanh_()",
                 f"{t.name}.select(-1, {n - 1}).copy_({f'{other}.select(-1, 0)' if y else f'{x.name}.select(-1, 0)'})", f"{t.name}.sub_({other}).div_(2.0)", f"{t.name}.narrow(-1, 0, 1).zero_()", f"{t.name}.fill_(0.5)", f"{t.name}.flatten()[::3] += 1.0",
                 f"{t.name}.index_add_(0, torch.tensor([0, 0]), {x.name}[:2])", f"{t.name}.pow_(2)", f"{t.name}.neg_()", f"{t.name}.addcmul_({x.name}, {x.name}, value=0.5)"]  # fmt: skip
-        d.write(t, d.rng.choice(ways))
+        d.write(t, d.rng.choice(options))
 
 
 # -- losses --------------------------------------------------------------------------------------------------------------------------
@@ -460,18 +460,18 @@ def loss(d: Draft, x: Var) -> str:
     name = x.name
     target, n = d.param(x.shape), x.shape[-1] if x.shape else 1
     how = d.rng.choice(["", ", reduction='sum'"])
-    ways = [f"{name}.sum() * 0.1", f"{name}.mean()", f"({name} ** 2).mean()", f"F.mse_loss({name}, {target}{how})", f"F.l1_loss({name}, {target})", f"F.smooth_l1_loss({name}, {target})", f"F.huber_loss({name}, {target}, delta=0.5)",
+    options = [f"{name}.sum() * 0.1", f"{name}.mean()", f"({name} ** 2).mean()", f"F.mse_loss({name}, {target}{how})", f"F.l1_loss({name}, {target})", f"F.smooth_l1_loss({name}, {target})", f"F.huber_loss({name}, {target}, delta=0.5)",
             f"F.binary_cross_entropy_with_logits({name}, ({target}.detach() > 0).double(){how})", f"F.binary_cross_entropy(torch.sigmoid({name}), ({target}.detach() > 0).double())", f"F.soft_margin_loss({name}, torch.sign({target}.detach()))",
             f"F.hinge_embedding_loss({name}, torch.where({target}.detach() > 0, 1.0, -1.0))", f"F.poisson_nll_loss({name}.clamp(max=3.0), {target}.detach().abs())", f"{name}.abs().amax()", f"{name}.logsumexp(tuple(range({len(x.shape)})))", f"{name}.norm()",
             f"F.gaussian_nll_loss({name}, {target}, ({name} * 0.5) ** 2 + 0.5)", f"F.softplus({name}).mean()", f"{name}.std()", f"F.margin_ranking_loss({name}, {target}, torch.ones_like({name}))", f"torch.dist({name}, {target})"]  # fmt: skip
     if len(x.shape) >= 2 and n > 1:
         classes = d.indices(x.shape[:-1], n)
         flat = f"{name}.reshape(-1, {n}), {classes}.reshape(-1)"
-        ways += [f"F.cross_entropy({flat}{how})", f"F.cross_entropy({flat}, label_smoothing=0.1)", f"F.cross_entropy({flat}, ignore_index=0)", f"F.cross_entropy({flat}, weight=({d.param((n,))}.detach().abs() + 0.5))", f"F.multi_margin_loss({flat})",
+        options += [f"F.cross_entropy({flat}{how})", f"F.cross_entropy({flat}, label_smoothing=0.1)", f"F.cross_entropy({flat}, ignore_index=0)", f"F.cross_entropy({flat}, weight=({d.param((n,))}.detach().abs() + 0.5))", f"F.multi_margin_loss({flat})",
                  f"F.nll_loss(torch.log_softmax({name}.reshape(-1, {n}), -1), {classes}.reshape(-1))", f"F.kl_div(torch.log_softmax({name}, -1), torch.softmax({target}, -1), reduction='batchmean')", f"F.cosine_similarity({name}, {target}, dim=-1).mean()",
                  f"F.multilabel_soft_margin_loss({name}.reshape(-1, {n}), ({target}.detach() > 0).double().reshape(-1, {n}))", f"F.triplet_margin_loss({name}.reshape(-1, {n}), {target}.reshape(-1, {n}), {name}.reshape(-1, {n}).flip(0))", f"F.cross_entropy({name}.reshape(-1, {n}), torch.softmax({target}.reshape(-1, {n}), -1))",
                  f"F.cosine_embedding_loss({name}.reshape(-1, {n}), {target}.reshape(-1, {n}), torch.where({classes}.reshape(-1) > 0, 1.0, -1.0))", f"F.pairwise_distance({name}.reshape(-1, {n}), {target}.reshape(-1, {n})).mean()"]  # fmt: skip
-    return d.rng.choice(ways)
+    return d.rng.choice(options)
 
 
 def random_module(rng: random.Random) -> Module:

@@ -111,8 +111,8 @@ def by_torch(case: Case, touch: str = "{}") -> dict[str, Tensor]:
     loss = model(**batch)
     loss.backward()
     optimizer.step()
-    held = {**{f"param.{n}": p for n, p in model.named_parameters()}, **{f"buffer.{n}": b for n, b in model.named_buffers()}}
-    return {"loss": loss.detach(), **{n: x.detach().clone() for n, x in held.items()}}
+    tensors = {**{f"param.{n}": p for n, p in model.named_parameters()}, **{f"buffer.{n}": b for n, b in model.named_buffers()}}
+    return {"loss": loss.detach(), **{n: x.detach().clone() for n, x in tensors.items()}}
 
 
 def check_module(case: Case) -> Verdict:
@@ -210,9 +210,9 @@ class Tally:
         return self.counts["wrong"] + self.counts["crash"]
 
     def as_dict(self) -> dict[str, Any]:
-        told = {k: self.counts[k] for k in ("equal", "refused", "wrong", "crash", "unstable")}
+        counts = {k: self.counts[k] for k in ("equal", "refused", "wrong", "crash", "unstable")}
         more = {"plans": self.plans, "plans_refused": self.plans_refused, "refused_by": dict(self.words.most_common(40))}
-        return {"programs": sum(self.counts.values()), **told, "seed": self.seed, **more}
+        return {"programs": sum(self.counts.values()), **counts, "seed": self.seed, **more}
 
 
 def fuzz(programs: int, seed: int, *, tell: Callable[[int], None] | None = None, stop_at: int | None = None) -> Tally:

@@ -76,8 +76,8 @@ def _ordered(n: Node, args: tuple[Node, ...]) -> Node:
     try:
         return _outermost_due(by_leaves(*args, inner=n.op.name, leaves=_leaves(n, eq), **attrs))
     except TypeMismatch:  # shards that are no entire leaves, as of a vocabulary of odd size, are gathered
-        whole = [_gathered(a, fits=lambda d, a=a, labels=labels: _fits(n, eq, a, labels[d], d)) for a, labels in zip(args, eq.ins, strict=True)]  # type: ignore[misc]
-        return _outermost_due(by_leaves(*whole, inner=n.op.name, leaves=_leaves(n, eq), **attrs))
+        full = [_gathered(a, fits=lambda d, a=a, labels=labels: _fits(n, eq, a, labels[d], d)) for a, labels in zip(args, eq.ins, strict=True)]  # type: ignore[misc]
+        return _outermost_due(by_leaves(*full, inner=n.op.name, leaves=_leaves(n, eq), **attrs))
 
 
 def _leaves(n: Node, eq: Equation) -> tuple[tuple[str, int], ...]:

@@ -41,10 +41,10 @@ def shared(n: Node, first: int) -> list[str]:
     graphs, axes, left, ranks = n.args[first], list[str](), n.args[first].type.layout.largest_local[0], 1
     for axis in n.mesh.axes:
         size = n.mesh.size(axis)
-        cut = isinstance(graphs.type.on(axis), S)
+        sharded = isinstance(graphs.type.on(axis), S)
         alone = isinstance(graphs.type.on(axis), Replicated) and left >= 2 * size
-        if size > 1 and ranks * size <= HANDS and (cut or alone) and all(isinstance(a.type.on(axis), Replicated) for a in n.args[first + 1 :]):
-            left //= 1 if cut else size
+        if size > 1 and ranks * size <= HANDS and (sharded or alone) and all(isinstance(a.type.on(axis), Replicated) for a in n.args[first + 1 :]):
+            left //= 1 if sharded else size
             ranks *= size
             axes.append(axis)
     return axes
@@ -52,9 +52,9 @@ def shared(n: Node, first: int) -> list[str]:
 
 def _gathered(n: Node, args: Sequence[Node], first: int, axes: list[str]) -> tuple[Node, ...]:
     """Operands replicated along the axes, but for the hands, which each rank has some of."""
-    whole = [reshard(a, _without(a.layout, axes)) for a in args[: first + 1]]
+    full = [reshard(a, _without(a.layout, axes)) for a in args[: first + 1]]
     hands = arange(HANDS, n.mesh, shards=tuple((axis, 0, None) for axis in axes))
-    return (*whole, hands, *args[first + 2 :])
+    return (*full, hands, *args[first + 2 :])
 
 
 def _without(layout: Layout, axes: list[str]) -> Layout:

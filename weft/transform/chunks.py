@@ -102,11 +102,11 @@ def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[No
 def _split(x: Node, dim: int, outer: int, chunks: int, axis: str) -> list[Node]:
     """An operand in chunks; what is gathered is gathered chunk by chunk."""
     gathers = x.op is all_gather and x.attr("axis") == axis and len(x.args) == 1
-    whole = x.args[0] if gathers else x
+    full = x.args[0] if gathers else x
     inner = x.shape[dim] // outer
-    apart = reshape(whole, (*x.shape[:dim], outer, inner, *x.shape[dim + 1 :]))
+    chunked = reshape(full, (*x.shape[:dim], outer, inner, *x.shape[dim + 1 :]))
     size = inner // chunks
-    pieces = [narrow(apart, dim + 1, i * size, (i + 1) * size) for i in range(chunks)]
+    pieces = [narrow(chunked, dim + 1, i * size, (i + 1) * size) for i in range(chunks)]
     pieces = [all_gather(piece, axis=axis) for piece in pieces] if gathers else pieces
     return [reshape(piece, (*x.shape[:dim], outer * size, *x.shape[dim + 1 :])) for piece in pieces]
 

@@ -39,26 +39,26 @@ def gather_for_backward(p: Program, axis: str) -> Program:
 
 def _gathered_parameter(p: Program, roles: Roles, axis: str, source: Node, number: Mapping[Node, int]) -> _GatheredParameter | None:
     """What is gathered of a parameter, where both passes read it."""
-    alone, whole = [source], dict[Node, None]()
+    alone, full = [source], dict[Node, None]()
     for n in alone:
         more = [u for u in p.users[n] if len(u.args) == len(u.types) == 1 and u not in roles.after]
-        whole |= dict.fromkeys(u for u in more if n in whole or u.op is all_gather and u.attr("axis") == axis and is_wire(u))
+        full |= dict.fromkeys(u for u in more if n in full or u.op is all_gather and u.attr("axis") == axis and is_wire(u))
         alone += more
-    readers = {u for n in whole for u in p.users[n] if u not in whole and u not in roles.after}
+    readers = {u for n in full for u in p.users[n] if u not in full and u not in roles.after}
     back = sorted(readers - roles.forward, key=number.__getitem__)
-    size = sum(nbytes(n.type) for n in whole if n.op is all_gather)
-    return _GatheredParameter(tuple(whole), tuple(back), size) if 0 < len(back) < len(readers) else None
+    size = sum(nbytes(n.type) for n in full if n.op is all_gather)
+    return _GatheredParameter(tuple(full), tuple(back), size) if 0 < len(back) < len(readers) else None
 
 
 def _starts(found: Sequence[_GatheredParameter], number: Mapping[Node, int], forward: set[Node]) -> dict[int, Node]:
     """The value that each gather waits for: what the reader of an earlier one computes with. None for those before which nothing is read."""
     starts: dict[int, Node] = {}
-    for k, whole in enumerate(found):
+    for k, full in enumerate(found):
         ahead = 0
         for earlier in reversed(found[:k]):
             ahead += earlier.size
             before = [a for a in earlier.readers[0].args if a not in forward and len(a.types) == 1]
-            if before and earlier.readers[0] is not whole.readers[0]:
+            if before and earlier.readers[0] is not full.readers[0]:
                 starts[k] = max(before, key=number.__getitem__)
                 if ahead >= MESSAGE:
                     break

@@ -47,10 +47,10 @@ def measured(p: Program) -> Program:
     terms = {f"{TERM}.{k}": a for k, a in enumerate(dict.fromkeys(a for n in sums for a in n.args))}
     squares = {f"{SQUARES}.{k}": n for k, n in enumerate(_squares(p, sums))}
     given = input_node(INPUT, Type(loss.dtype, Layout.of(p.mesh, (2,), {AXIS: P()})))
-    told = comm.all_reduce(given, axis=AXIS)
-    outputs = {**p.output_names, **terms, **squares, INPUT: told}
+    reduced = comm.all_reduce(given, axis=AXIS)
+    outputs = {**p.output_names, **terms, **squares, INPUT: reduced}
     q = new_program(p.name, p.mesh, (*p.inputs, given), outputs, state=p.state, lines=p.lines)
-    return bucket(q, loss, told)
+    return bucket(q, loss, reduced)
 
 
 def _check_mesh(mesh: Mesh) -> None:

@@ -68,7 +68,7 @@ def place_pipeline(
     captured: Captured,
     stages: Sequence[Stage],
     named: Spec,
-    held: Held,
+    placements: Held,
     options: PlacingOptions,
     guard: Callable[[Captured], Captured] | None = None,
     first: Program | None = None,
@@ -77,16 +77,16 @@ def place_pipeline(
     more = {} if first is None else {n: x for n, x in first.input_names.items() if x.role not in GIVEN}
     homes = {**homes_of(captured, stages, named), **dict.fromkeys(more)}
     shapes = {n: x.shape for n, x in captured.program.input_names.items()}
-    alike = [(s, p) for s, p in captured.states.items() if s in held and shapes[s] == shapes[p]]
-    slices = {f"d.{param}": held[state] for state, param in alike if named.zero_of(bare(param)) >= 2}
-    held = {**held, **slices}  # gradients as the state they go into
-    placed, laid = list[PlacedStage](), dict[str, _Border]()
+    same_shape = [(s, p) for s, p in captured.states.items() if s in placements and shapes[s] == shapes[p]]
+    slices = {f"d.{param}": placements[state] for state, param in same_shape if named.zero_of(bare(param)) >= 2}
+    placements = {**placements, **slices}  # gradients as the state they go into
+    placed, borders = list[PlacedStage](), dict[str, _Border]()
     for stage in stages:
-        placed.append(place_stage(stage, named, held, options, laid))
+        placed.append(place_stage(stage, named, placements, options, borders))
     placed.sort(key=lambda s: s.number)
     sources, given = _terms(placed, named)
     where = {name: placed[int(name.rsplit(".", 1)[1])].rank for name in given if name.startswith("d.")}
-    layouts = {n: {**held.get(n, {}), **at(named, homes[n])} for n in homes}
+    layouts = {n: {**placements.get(n, {}), **at(named, homes[n])} for n in homes}
     program = update(captured, sources, lambda name: where.get(name, homes.get(name)), more.values())
     program = guard(replace(captured, program=program)).program if guard is not None else program
     inputs = {n: p for n, p in {**layouts, **given}.items() if n in program.input_names}
@@ -129,20 +129,20 @@ class _Border:
     way: Layout
 
 
-def place_stage(stage: Stage, named: Spec, held: Held, options: PlacingOptions, laid: dict[str, _Border]) -> PlacedStage:
-    """The stage on the mesh. `laid` tells of the borders before it and learns those after."""
+def place_stage(stage: Stage, named: Spec, placements: Held, options: PlacingOptions, borders: dict[str, _Border]) -> PlacedStage:
+    """The stage on the mesh. `borders` are those before it; those after are added."""
     rank = stage.number % named.pp
     here = at(named, rank)
-    inputs = {n: {**held.get(n, {}), **here} for n in stage.step.input_names if not _passes(n)}
-    inputs |= {n: {**laid[n].way.placements, **here} for n in stage.reads("act.")}
-    arrive = {n: {**laid[n].home.placements, **here} for n in stage.reads("act.")}
+    inputs = {n: {**placements.get(n, {}), **here} for n in stage.step.input_names if not _passes(n)}
+    inputs |= {n: {**borders[n].way.placements, **here} for n in stage.reads("act.")}
+    arrive = {n: {**borders[n].home.placements, **here} for n in stage.reads("act.")}
     first = place(stage.forward, named.mesh, _only(inputs, stage.forward), options, outputs=_open(stage.forward, here), arrivals=arrive)
-    laid |= {n: border(first.output_names[n].type, here) for n in stage.gives("act.")}
+    borders |= {n: border(first.output_names[n].type, here) for n in stage.gives("act.")}
     for n in stage.reads("d.act."):
-        inputs[n], arrive[n] = {**laid[_act(n)].way.placements, **here}, {**laid[_act(n)].home.placements, **here}
+        inputs[n], arrive[n] = {**borders[_act(n)].way.placements, **here}, {**borders[_act(n)].home.placements, **here}
     wants: dict[str, Placements] = _open(stage.step, here)
-    wants |= {n: {**laid[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
-    wants |= {n: {**held[n], **here} for n in stage.gives("d.param.") if n in held}
+    wants |= {n: {**borders[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
+    wants |= {n: {**placements[n], **here} for n in stage.gives("d.param.") if n in placements}
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
     _require_no_pp_collective(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
@@ -197,22 +197,22 @@ def border(type_: Type, here: Placements) -> _Border:
     home = type_.layout
     for axis, pending in type_.layout.held:
         home = home.release(axis) if isinstance(pending, P) else home
-    way = home
+    layout_there = home
     for axis in home.mesh.axes:
         if axis not in here and home.mesh.size(axis) > 1 and not isinstance(home.placement(axis), S):
-            way = _shards_evenly(way, axis)
-    return _Border(home, way)
+            layout_there = _shards_evenly(layout_there, axis)
+    return _Border(home, layout_there)
 
 
 def _shards_evenly(layout: Layout, axis: str) -> Layout:
     dims = sorted(range(layout.rank), key=lambda d: (any(a.cut for a in layout.dims[d]), d != layout.rank - 2, d))
     for d in dims:
         try:
-            cut = layout.cut(axis, d)
+            sharded = layout.cut(axis, d)
         except LayoutError:
             continue
-        if cut.is_even:
-            return cut
+        if sharded.is_even:
+            return sharded
     return layout
 
 
@@ -266,8 +266,8 @@ def update(captured: Captured, sources: Mapping[str, Sequence[str]], home: Home,
     made = remade(kept.values(), swap)
     outputs = {"loss": input_node(LOSS_SUM, loss.type), **{name: made[n] for name, n in kept.items()}}
     outputs = _gathered_at_home(outputs, home)
-    held = [n for n in p.inputs if n.role not in GIVEN]
-    return program_of(f"{p.name}.update", outputs, p, {}, [*held, *more])
+    placements = [n for n in p.inputs if n.role not in GIVEN]
+    return program_of(f"{p.name}.update", outputs, p, {}, [*placements, *more])
 
 
 def _sum(terms: Sequence[Node]) -> Node:

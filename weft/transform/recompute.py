@@ -26,37 +26,37 @@ from weft.plan.layers import Layers, of_host
 from weft.plan.split import Forward, Region, Stage, balanced_ends
 
 
-def regions_of(captured: Captured, way: str) -> tuple[Region, ...]:
+def regions_of(captured: Captured, mode: str) -> tuple[Region, ...]:
     """What is recomputed, or kept by the host, where every repeated block does so in this way; nothing if it is none. Where no block repeats, the
     forward pass is parted for `full` at values that pass alone: n such places into about sqrt(n) segments, which together keep the least."""
-    if not way:
+    if not mode:
         return ()
     layers = Layers(captured)
-    part, host = of_host(way)
-    found = tuple(r for k in range(layers.count) for r in layers.again(k, way)) if layers.count or part != "full" else _segments(layers.forward, host)
+    part, host = of_host(mode)
+    found = tuple(r for k in range(layers.count) for r in layers.again(k, mode)) if layers.count or part != "full" else _segments(layers.forward, host)
     if not found or not captured.gradients:
         raise PlanError(
             "nothing can be recomputed",
             needed="repeated blocks, whose gradients follow from the forward pass",
-            found=_lacking(captured, layers, way),
+            found=_lacking(captured, layers, mode),
             try_="leave out recompute" if part == "full" or not layers.count else "recompute",
         )
     return found
 
 
 def _segments(forward: Forward, host: str) -> tuple[Region, ...]:
-    cuts = balanced_ends(forward, max(1, math.isqrt(len(forward.ends) + 1)))
+    ends = balanced_ends(forward, max(1, math.isqrt(len(forward.ends) + 1)))
     parts: dict[int, set[Node]] = {}
-    for n, part in forward.split_at(cuts).items():
+    for n, part in forward.split_at(ends).items():
         if n.args:
             parts.setdefault(part, set()).add(n)
-    return tuple(Region(nodes, nodes, host) for nodes in map(frozenset, parts.values())) if cuts else ()
+    return tuple(Region(nodes, nodes, host) for nodes in map(frozenset, parts.values())) if ends else ()
 
 
-def _lacking(captured: Captured, layers: Layers, way: str) -> str:
+def _lacking(captured: Captured, layers: Layers, mode: str) -> str:
     if not captured.gradients:
         return "a model traced together with its backward pass"
-    return f"blocks with no {way} between two matmuls with weights" if layers.count else "no block that repeats, and no value that passes alone"
+    return f"blocks with no {mode} between two matmuls with weights" if layers.count else "no block that repeats, and no value that passes alone"
 
 
 def recomputed(captured: Captured, again: Sequence[Region]) -> Captured:

@@ -42,6 +42,6 @@ def _is_gather(node: Node, axis: str) -> bool:
 
 
 def _gathered_dim(gather: Node, axis: str) -> int:
-    cut = gather.args[0].layout.where_sharded(axis)
-    assert cut is not None
-    return cut[0]
+    shard = gather.args[0].layout.where_sharded(axis)
+    assert shard is not None
+    return shard[0]

@@ -36,9 +36,9 @@ def with_same_layouts(placed: Program, step: Program, options: PlacingOptions | 
     """The step laid out as the placed program is, and placed around that where the program has no such nodes."""
     meant = _meant(placed, step)
     made = _remade(placed, meant)
-    held = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
+    placements = {n.attr("name"): _places(made[n]) for n in placed.inputs if n in made}
     seeds = {meant[n]: new for n, new in made.items() if not n.op.is_input and not meant[n].op.is_input}
-    around = place(step, placed.mesh, held, options, made=seeds)
+    around = place(step, placed.mesh, placements, options, made=seeds)
     ends = {name: made.get(n) for name, n in placed.outputs if meant.get(n) is step.output_names.get(name)}
     outputs = {name: ends.get(name) or n for name, n in around.outputs}
     program = new_program(step.name, placed.mesh, around.inputs, outputs, state=step.state, lines=around.lines)

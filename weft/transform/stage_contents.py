@@ -41,7 +41,7 @@ def stage_contents_of(spec: Spec) -> StageContents | None:
         return Modules(spec.splits)
     stages = spec.stages
     if spec.offload:
-        stages = tuple(tuple((name, left_to_host(way) if name in HALVES else way, n) for name, way, n in stage) for stage in stages)
+        stages = tuple(tuple((name, left_to_host(mode) if name in HALVES else mode, n) for name, mode, n in stage) for stage in stages)
     return Counted(stages) if stages else None
 
 
@@ -78,42 +78,42 @@ class Counted:
         at, made = 0, list[list[Piece]]()
         for stage in self.stages:
             made.append([])
-            for name, way, n in stage:
+            for name, mode, n in stage:
                 for _ in range(n if name in HALVES else 0):
                     made[-1] += [("layer", "none", gap)] if at % 2 == 0 and (gap := gaps.get(at // 2)) else []
-                    made[-1].append((name, way, sizes[at // 2] if name == "layer" else 1))
+                    made[-1].append((name, mode, sizes[at // 2] if name == "layer" else 1))
                     at += HALVES[name][1]
-                made[-1] += [] if name in HALVES else [(name, way, n)]
+                made[-1] += [] if name in HALVES else [(name, mode, n)]
         made[-1].append(("layer", "none", layers.count - rows[-1].start - rows[-1].blocks))
         return tuple(tuple(stage) for stage in made)
 
     @property
     def _mixed(self) -> bool:
-        return any(way != "none" for stage in self.stages for _, way, _ in stage)
+        return any(mode != "none" for stage in self.stages for _, mode, _ in stage)
 
-    def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> tuple[Cut, ...] | None:
+    def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, notes: list[str]) -> tuple[Cut, ...] | None:
         """The ends of all stages but the last; none where one of them is no place to split."""
         ends = itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages[:-1])
         cuts = [(at, layers.end(at)) for at in ends]
-        told += [f"where stage {g} of it ends: {_describe_halves(at)} no value passes alone" for g, (at, cut) in enumerate(cuts, 1) if not cut]
-        return tuple(cut for _, cut in cuts if cut) if all(cut for _, cut in cuts) else None
+        notes += [f"where stage {g} of it ends: {_describe_halves(at)} no value passes alone" for g, (at, end) in enumerate(cuts, 1) if not end]
+        return tuple(end for _, end in cuts if end) if all(end for _, end in cuts) else None
 
-    def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, told: list[str]) -> Iterator[Region]:
+    def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, notes: list[str]) -> Iterator[Region]:
         lost: dict[str, list[str]] = {}
-        at, hosted = 0, any(of_host(way)[1] for stage in stages for _, way, _ in stage)
-        for name, way, n in (piece for stage in stages for piece in stage if piece[0] in HALVES):
+        at, hosted = 0, any(of_host(mode)[1] for stage in stages for _, mode, _ in stage)
+        for name, mode, n in (piece for stage in stages for piece in stage if piece[0] in HALVES):
             half, width = HALVES[name]
             for k in range(at, at + n * width, width):
-                found = _regions(layers, k // 2, way, half)
+                found = _regions(layers, k // 2, mode, half)
                 yield from found
-                if hosted and way == "none":  # while it is at work, what others need comes back
+                if hosted and mode == "none":  # while it is at work, what others need comes back
                     yield from (replace(r, host="none") for r in _regions(layers, k // 2, "full", half))
-                if way != "none" and not found and _may(way, half):
-                    lost.setdefault(way, []).append(str(k // 2 + 1))
+                if mode != "none" and not found and _may(mode, half):
+                    lost.setdefault(mode, []).append(str(k // 2 + 1))
             at += n * width
-        told += [
-            f"recompute {way} of layer {', '.join(of)}: it has no such part that could be recomputed, and keeps everything"
-            for way, of in lost.items()
+        notes += [
+            f"recompute {mode} of layer {', '.join(of)}: it has no such part that could be recomputed, and keeps everything"
+            for mode, of in lost.items()
         ]
 
 
@@ -123,15 +123,15 @@ def _describe_halves(halves: int) -> str:
     return f"inside layer {halves // 2 + 1}" if halves % 2 else f"after layer {halves // 2}"
 
 
-def _regions(layers: Layers, k: int, way: str, half: int) -> list[Region]:
-    if way == "none" or (half != WHOLE and layers.middle(k) is None):
+def _regions(layers: Layers, k: int, mode: str, half: int) -> list[Region]:
+    if mode == "none" or (half != WHOLE and layers.middle(k) is None):
         return []
-    return layers.again(k, way, half)
+    return layers.again(k, mode, half)
 
 
-def _may(way: str, half: int) -> bool:
+def _may(mode: str, half: int) -> bool:
     """Whether half a layer should have a part of this kind."""
-    return not (half == ATTENTION and way in ("activation", "ffn"))
+    return not (half == ATTENTION and mode in ("activation", "ffn"))
 
 
 # -- stages that begin with modules --------------------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ class Modules:
         layers = Layers(captured) if forward.repeats else None
         halves = (layers.end(h) for h in range(2 * layers.count)) if layers is not None else ()
         places = {*filter(None, halves), *((forward.main[i],) for i in narrow(forward.main, forward.active)), *forward.ends}
-        ordered = sorted(places, key=lambda cut: -max(forward.at[n] for n in cut))
+        ordered = sorted(places, key=lambda end: -max(forward.at[n] for n in end))
         reads = _weights_read(forward)
-        cuts = [_before(path, forward, reads, ordered) for path in self.paths]
-        lost = [path for path, cut in zip(self.paths, cuts, strict=True) if cut is None]
-        told = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
-        return FoundStages(told=told) if told else FoundStages(tuple(cut for cut in cuts if cut))
+        ends = [_before(path, forward, reads, ordered) for path in self.paths]
+        lost = [path for path, end in zip(self.paths, ends, strict=True) if end is None]
+        notes = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
+        return FoundStages(told=notes) if notes else FoundStages(tuple(end for end in ends if end))
 
 
 def _weights_read(forward: Forward) -> dict[Node, set[str]]:
@@ -171,8 +171,8 @@ def _before(path: str, forward: Forward, reads: Mapping[Node, set[str]], places:
     if not inside:
         return None
     first = min(inside, key=forward.at.__getitem__)
-    for cut in places:
-        behind = {n for n, stage in forward.split_at([cut]).items() if stage}
+    for end in places:
+        behind = {n for n, stage in forward.split_at([end]).items() if stage}
         if inside.keys() <= behind:
-            return None if any(n in behind and n in reads and n is not first for n in toposort([first])) else cut
+            return None if any(n in behind and n in reads and n is not first for n in toposort([first])) else end
     return None

@@ -91,12 +91,12 @@ def _following(p: Program, nodes: set[Node]) -> set[Node]:
 def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     """The gradients' all_reduces along an axis, in a few large ones, in the order the backward pass makes them."""
     sums = [n for n in order(p) if n.op is all_reduce and n.attr("axis") == axis and len(n.args) == 1]
-    alike: dict[object, list[Node]] = {}
+    isomorphic: dict[object, list[Node]] = {}
     taken = {n for g in p.groups for n in g.nodes}
     for n in sums:
         if not is_scalar(n) and _alone(p, n) and n not in taken and n.args[0].type.on(axis) == P():
-            alike.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be partial along another axis
-    for group in alike.values():
+            isomorphic.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be partial along another axis
+    for group in isomorphic.values():
         waits = p.waits(group)
         free = [p.at(n) for n in group if n not in waits]
         runs = [run for run in by_size(free, max_bytes, FIRST) if len(run) > 1]

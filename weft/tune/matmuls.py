@@ -17,17 +17,17 @@ from weft.tune.store import Store
 
 def tune_matmul(
     run: Callable[[Any], object],
-    ways: Sequence[Any],
+    candidates: Sequence[Any],
     key: Sequence[str],
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     again: bool = False,
-    heard: Callable[[str, float], None] = lambda name, ms: None,
+    on_result: Callable[[str, float], None] = lambda name, ms: None,
 ) -> tuple[Any, Measured]:
-    """The fastest of `ways` for `run(way)`, the first of them being to leave it alone. All ranks call it."""
+    """The fastest of `candidates` for `run(candidate)`, the first of them being to leave it alone. All ranks call it."""
     device = device or torch.device("cpu")
-    names = {str(way): way for way in ways}
+    names = {str(way): way for way in candidates}
     store = Store("product", *key, describe(device), torch.__version__, writes=dist.get_rank(group) == 0)
     if again:
         store.forget()
@@ -36,17 +36,17 @@ def tune_matmul(
 
     def hear(name: str, ms: float) -> None:
         store.put(name, ms)
-        heard(name, ms)
+        on_result(name, ms)
 
     calls = {name: (lambda way=way: run(way)) for name, way in usable.items()}
-    result = measure(calls, str(ways[0]), group=group, known=known, heard=hear, device=device)
+    result = measure(calls, str(candidates[0]), group=group, known=known, on_result=hear, device=device)
     return names[result.choice], result
 
 
-def _works(run: Callable[[Any], object], way: Any) -> bool:
+def _works(run: Callable[[Any], object], candidate: Any) -> bool:
     """A way that cannot be used here (no shared memory, no compiler) is left out on all ranks."""
     try:
-        run(way)
+        run(candidate)
     except WeftError:
         return False
     return True

@@ -42,10 +42,10 @@ def measure(
     group: dist.ProcessGroup | None = None,
     rounds: int = 7,
     known: Mapping[str, float] | None = None,
-    heard: Callable[[str, float], None] = lambda name, ms: None,
+    on_result: Callable[[str, float], None] = lambda name, ms: None,
     device: torch.device | None = None,
 ) -> Measured:
-    """Time what is not `known` yet; `heard` is called each time. All ranks call it with the same candidates."""
+    """Time what is not `known` yet; `on_result` is called each time. All ranks call it with the same candidates."""
     device = device or torch.device("cpu")
     times = {name: ms for name, ms in (known or {}).items() if name in candidates}
     fresh = {name: call for name, call in candidates.items() if name not in times or baseline not in times}
@@ -55,13 +55,13 @@ def measure(
         now = _time({baseline: candidates[baseline], **{n: fresh[n] for n in some}}, rounds, group, device)
         for name in some:
             times[name] = now[name] * times.get(baseline, now[baseline]) / now[baseline]  # as on the machine the baseline saw
-            heard(name, times[name])
+            on_result(name, times[name])
     while (choice := decide(times, baseline)) in fresh and choice != baseline:
-        near = [n for n in sorted(fresh, key=times.__getitem__) if n != baseline and times[n] * (1 + MARGIN) < times[baseline]][:BEST]
-        first, *others = _rounds({n: candidates[n] for n in (baseline, *near)}, 2 * rounds, group, device).tolist()
-        for name, took in zip(near, others, strict=True):
+        close = [n for n in sorted(fresh, key=times.__getitem__) if n != baseline and times[n] * (1 + MARGIN) < times[baseline]][:BEST]
+        first, *others = _rounds({n: candidates[n] for n in (baseline, *close)}, 2 * rounds, group, device).tolist()
+        for name, took in zip(close, others, strict=True):
             times[name] = times[baseline] * confirm(first, took)
-            heard(name, times[name])
+            on_result(name, times[name])
             del fresh[name]
     return Measured(times, baseline, choice)
 

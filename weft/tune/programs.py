@@ -72,23 +72,23 @@ def one_shot(p: Program, axis: str) -> Program:
     """The sums along the axis and all that is computed from them in one kernel: every rank reads every term, none is gathered."""
     sums = recipes.gradient_sums(p, axis)
     p = merge(p, *sums) if len(sums) > 1 else p
-    whole = [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and n.types[0].shape]
-    after = [n for n in p.nodes if n.op.kind in FUSIBLE and n.args and any(s in p.needs(n) for s in whole)]
-    return fuse(p, [*whole, *after])
+    full = [n for n in p.find_all("all_reduce") if n.attr("axis") == axis and n.types[0].shape]
+    after = [n for n in p.nodes if n.op.kind in FUSIBLE and n.args and any(s in p.needs(n) for s in full)]
+    return fuse(p, [*full, *after])
 
 
 def recipes_sums(p: Program) -> list[Node]:
     return [n for n in p.find_all("all_reduce") if n.ndim and len(n.args) == 1]
 
 
-def _overlaps(p: Program, said: str) -> Iterator[tuple[str, Callable[[], Program]]]:
+def _overlaps(p: Program, text: str) -> Iterator[tuple[str, Callable[[], Program]]]:
     """Matmuls with a collective right after or right before them, in chunks."""
     for pair in _neighbours(p):
         for dim in range(pair[0].types[0].layout.rank):
             for chunks in CHUNKS:
                 names = " and ".join(n.op.name for n in pair)
                 yield (
-                    f"{said}overlap {names}, {chunks} chunks of dim {dim}",
+                    f"{text}overlap {names}, {chunks} chunks of dim {dim}",
                     lambda pair=pair, dim=dim, chunks=chunks: overlap(p, *pair, dim=dim, chunks=chunks),
                 )
 
@@ -132,7 +132,7 @@ def tune_program(
     cluster: Cluster | None = None,
     limit: int = 16,
     again: bool = False,
-    heard: Callable[[str, float, int], None] = lambda name, ms, of: None,
+    on_result: Callable[[str, float, int], None] = lambda name, ms, of: None,
     device: torch.device | None = None,
 ) -> tuple[Program, Measured]:
     """The fastest schedule of a program on these ranks, and what was tried; `cluster` is this machine unless given. All ranks call it."""
@@ -146,9 +146,9 @@ def tune_program(
 
     def hear(name: str, ms: float) -> None:
         store.put(name, ms)
-        heard(name, ms, len(kept))
+        on_result(name, ms, len(kept))
 
-    result = measure(calls, AS_IS, known=known, heard=hear, device=device)
+    result = measure(calls, AS_IS, known=known, on_result=hear, device=device)
     return kept[result.choice], result
 
 

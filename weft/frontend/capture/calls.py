@@ -96,9 +96,9 @@ class Calls:
         results, written = self._nodes(found), self._written(module, own, before)
         moving = frozenset(self.recorder.ref(t).read() for t in [*leaves, *found] if isinstance(t, Tensor) and hasattr(t, TAG) and self._moves(t))
         still = all(self._version(t) == before[id(t)] for t in leaves if isinstance(t, Tensor) and hasattr(t, TAG))
-        whole = plain and still and module in self.names and None not in (given, results, written)
+        full = plain and still and module in self.names and None not in (given, results, written)
         self.noted.append(
-            ModuleCall(self.names.get(module, ""), given or (), spec, results or (), nest, moving, written or (), grad, cast, whole, tuple(inside))
+            ModuleCall(self.names.get(module, ""), given or (), spec, results or (), nest, moving, written or (), grad, cast, full, tuple(inside))
         )
         return result
 

@@ -96,20 +96,20 @@ def number_from_batch(r: Recorder, node: Node, state: bool = False) -> bool | in
     """The Python number that the example's batch makes of a tensor of one element, where the batch alone decides it and is looked at at each call;
     with `state` the module's parameters and buffers too, which each rank then needs in full."""
     inputs = [n for n in toposort([node]) if n.op.is_input]
-    held = {n: r.values[n] for n in inputs if n in r.values}
+    values = {n: r.values[n] for n in inputs if n in r.values}
     anew = r.reads.read_anew if r.reads is not None else {}
-    held |= {n: r.constants[n.attr("name")] for n in inputs if n.attr("name") in r.constants and n.attr("name") not in anew}
+    values |= {n: r.constants[n.attr("name")] for n in inputs if n.attr("name") in r.constants and n.attr("name") not in anew}
     drawn_or_large = any("site" in dict(n.attrs) or any(math.prod(t.shape) > ROOM for t in n.types) for n in toposort([node]))
     if r.reads is None or drawn_or_large:
         return None
-    more, answers = [n.attr("name") for n in inputs if n not in held and n.attr("name") not in r.batch], r.reads.answers
+    more, answers = [n.attr("name") for n in inputs if n not in values and n.attr("name") not in r.batch], r.reads.answers
     if more and (not state or answers is None or r.joint):
         return None
     if r.reads.shared and any(name.startswith("placeholder.") for name in more):
         raise SharedLayer
     if answers is not None and any(not name.startswith(("param.", "buffer.")) or answers.value(name) is None for name in more):
         return None
-    question = BatchNumber(node, held, user_line() or "the batch")
+    question = BatchNumber(node, values, user_line() or "the batch")
     question.value = question.of(r.batch, answers)
     r.reads.asked.append(question)
     return question.value

@@ -22,6 +22,6 @@ def apply(r: Recorder, x: Node, picks: Node, weights: Node, up: Node, down: Node
     r.assume(f"experts take {slots} choices each (capacity {r.capacity}); what is over is dropped")
     places = moe.expert_slots(reshape(picks, (1, *picks.shape)), count, slots)
     y = moe.dispatch(reshape(x, (1, *x.shape)), places, count, slots)
-    turned = [None if v is None else permute(v, (0, 2, 1)) for v in (up, down, gate)]
-    y = moe.experts_of(y, *turned, act=ACTIVATIONS[act][1])
+    transposed = [None if v is None else permute(v, (0, 2, 1)) for v in (up, down, gate)]
+    y = moe.experts_of(y, *transposed, act=ACTIVATIONS[act][1])
     return reshape(moe.combine(y, places, reshape(weights, (1, *weights.shape))), x.shape)

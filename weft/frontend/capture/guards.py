@@ -281,8 +281,8 @@ class Reads:
             self._globals(frame.f_globals, code.co_names, Path(home).name, home.startswith(_LIBRARIES))
             missing = [n for n in code.co_freevars if n != "__class__"]
             if missing and not home.startswith(_LIBRARIES):
-                held = frame.f_locals
-                self._free.setdefault(code, {n: held[n] for n in missing if n in held})
+                values_of = frame.f_locals
+                self._free.setdefault(code, {n: values_of[n] for n in missing if n in values_of})
                 self._note_tensors(code)
 
     def _note_tensors(self, code: types.CodeType) -> None:
@@ -329,18 +329,18 @@ class Reads:
             self._closure(f)
 
     def _had(self, function: types.FunctionType) -> bool:
-        held, cells = (
+        values_of, cells = (
             self._free.get(function.__code__, {}),
             dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
         )
         try:
-            return all(unchanged(cells[n].cell_contents, x) for n, x in held.items() if is_plain(x))
+            return all(unchanged(cells[n].cell_contents, x) for n, x in values_of.items() if is_plain(x))
         except ValueError:  # a variable that has no value yet
             return False
 
     def finish(self, left: list[Change]) -> None:
         """After the trace: find the functions whose variables were read, and what was left changed."""
-        values = {(code, n): x for code, held in self._free.items() for n, x in held.items()}
+        values = {(code, n): x for code, values_of in self._free.items() for n, x in values_of.items()}
         if self._free:
             at = len(self.places)
             self._closures(set(self._free))
@@ -356,9 +356,9 @@ class Reads:
 
     def undo(self) -> None:
         """Take back what the trace left in Python."""
-        for whole, copy, _ in self.wholes:
-            if not same_contents(whole, copy):
-                restore(whole, copy)
+        for full, copy, _ in self.wholes:
+            if not same_contents(full, copy):
+                restore(full, copy)
         for place in self.places:
             if not unchanged(place.now(), place.value):
                 place.put(place.value)
@@ -370,9 +370,9 @@ class Reads:
 
     def forget_tensors(self) -> None:
         """Take tensors of the trace out of what the user keeps: they stand for no value."""
-        for whole, copy, _ in self.wholes:
-            if holds_traced(whole):
-                restore(whole, copy)
+        for full, copy, _ in self.wholes:
+            if holds_traced(full):
+                restore(full, copy)
         for place in self.places:
             if holds_traced(place.now()):
                 place.put(place.value)
@@ -383,8 +383,8 @@ class Reads:
     def keep(self) -> bool:
         """Give values to what the trace left and depends on no input; whether there is any, and nothing else of the trace is left."""
         named = {id(c.place.box.whole) for c in self.left if c.place is not None and isinstance(c.place.box, Contents)}
-        inside = [(whole, copy, words) for whole, copy, words in self.wholes if id(whole) not in named and holds_traced(whole)]
-        left = [*self.left, *(Change(words, copy, copied(whole), Place(Contents(whole), 0, copy, words)) for whole, copy, words in inside)]
+        inside = [(full, copy, words) for full, copy, words in self.wholes if id(full) not in named and holds_traced(full)]
+        left = [*self.left, *(Change(words, copy, copied(full), Place(Contents(full), 0, copy, words)) for full, copy, words in inside)]
         if self.kept is None or not any(holds_traced(c.now) for c in left):
             return False
         try:
@@ -418,14 +418,14 @@ class Reads:
                 now = box[key]
                 if now is not value and not unchanged(now, value):
                     return False
-            for whole, size in self._lengths:
-                if len(whole) != size:
+            for full, size in self._lengths:
+                if len(full) != size:
                     return False
             if any(self._empty) or not all(map(same_kind, self.tensors.values())) or self._moved():
                 return False
         except (KeyError, IndexError, ValueError):
             return False
-        if any(not same_contents(whole, copy) for whole, copy, _ in self.wholes) or any(t.requires_grad is not f for t, f, _ in self.flags):
+        if any(not same_contents(full, copy) for full, copy, _ in self.wholes) or any(t.requires_grad is not f for t, f, _ in self.flags):
             return False
         if any(_hooks(t) != many for t, many, _ in self.hooks):
             return False
@@ -449,11 +449,11 @@ class Reads:
 
     @functools.cached_property
     def _empty(self) -> list[Any]:
-        return [whole for whole, size, _ in self.sizes if not size]
+        return [full for full, size, _ in self.sizes if not size]
 
     @functools.cached_property
     def _lengths(self) -> list[tuple[Any, int]]:
-        return [(whole, size) for whole, size, _ in self.sizes if size]
+        return [(full, size) for full, size, _ in self.sizes if size]
 
     def _batch_holds(self, batch: Any) -> bool:
         now = _plain_leaves(batch)
@@ -481,7 +481,7 @@ class Reads:
         self.in_any_grad_mode()
         own = [sharded.__dict__, *(sharded.__dict__[k] for k in TABLES)]
         self.places = [p for p in self.places if is_plain(p.value)]
-        self.wholes = [whole for whole in self.wholes if not any(whole[0] is x for x in own)]
+        self.wholes = [full for full in self.wholes if not any(full[0] is x for x in own)]
         self.sizes = [size for size in self.sizes if not any(size[0] is x for x in own)]
         self.hooks, self.flags, self.batch = [], [], _plain_leaves(None)
         self.fixed = [(p, p.value._version) for p in self.tensors.values()]
@@ -504,11 +504,11 @@ class Reads:
         moved = [(p, p.now()) for p in self.places if p.where not in numbers]
         found = [Change(p.words, p.value, now, p) for p, now in moved if not unchanged(now, p.value)]
         found += [
-            Change(words, shown_contents(copy), shown_contents(copied(whole)))
-            for whole, copy, words in self.wholes
-            if not same_contents(whole, copy)
+            Change(words, shown_contents(copy), shown_contents(copied(full)))
+            for full, copy, words in self.wholes
+            if not same_contents(full, copy)
         ]
-        found += [Change(words, f"{size} of them", f"{len(whole)}") for whole, size, words in self.sizes if len(whole) != size]
+        found += [Change(words, f"{size} of them", f"{len(full)}") for full, size, words in self.sizes if len(full) != size]
         found += [Change(p.words, p.value, p.now()) for p in self.tensors.values() if not same_kind(p)]
         found += [Change(p.words, "its values", "others") for p in self._moved()]
         found += [Change(words, many, _hooks(t)) for t, many, words in self.hooks if _hooks(t) != many]

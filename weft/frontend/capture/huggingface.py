@@ -106,10 +106,10 @@ def experts(r: Recorder, module: nn.Module, x: Tensor, picks: Tensor, weights: T
     if act is None:
         r.assume(f"{type(module).__name__} is computed as transformers' batched_mm does: each token's experts are gathered for it")
         return batched_mm_experts_forward(module, x, picks, weights)
-    gated, turned = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
+    gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
     name = "gate_up_proj" if gated else "up_proj"
     biases = [getattr(module, f"{n}_bias") for n in (name, "down_proj")] if getattr(module, "has_bias", False) else []
-    how = act, gated, turned, getattr(module, "is_concatenated", True)
+    how = act, gated, transposed, getattr(module, "is_concatenated", True)
     return intercept(r, None, _stored_experts, (x, picks, weights, getattr(module, name), module.down_proj, *how, *biases), {})
 
 
@@ -143,15 +143,15 @@ def _clamped(r: Recorder, module: Any, gate: Tensor, up: Tensor, made: Node) -> 
 
 
 def _stored_experts(
-    r: Recorder, x: Node, picks: Node, weights: Node, first: Node, down: Node, act: str, gated: bool, turned: bool, beside: bool, *biases: Node
+    r: Recorder, x: Node, picks: Node, weights: Node, first: Node, down: Node, act: str, gated: bool, transposed: bool, interleaved: bool, *biases: Node
 ) -> Node:
-    up, gate = _up_and_gate(first, 2 if turned else 1, beside) if gated else (first, None)
-    if turned:
+    up, gate = _up_and_gate(first, 2 if transposed else 1, interleaved) if gated else (first, None)
+    if transposed:
         up, down, gate = (None if v is None else permute(v, (0, 2, 1)) for v in (up, down, gate))
     if not biases:
         return apply(r, x, picks, weights, up, down, gate, act)
     x, up, down, gate, *biases = lowered(r, x, up, down, gate, *biases)
-    ups = _up_and_gate(biases[0], 1, beside) if gated else (biases[0], None)
+    ups = _up_and_gate(biases[0], 1, interleaved) if gated else (biases[0], None)
     up, gate = (None if v is None else _wider(v, 2, reshape(b, (*b.shape, 1))) for v, b in zip((up, gate), ups, strict=True))
     out = apply(r, _wider(x, 1, full((x.shape[0], 1), 1.0, x.mesh, x.dtype)), picks, weights, up, _wider(down, 1), gate, act)
     return w.add(narrow(out, 1, 0, x.shape[1]), einsum("tk,tkd->td", to_dtype(weights, x.dtype), take(biases[1], picks, dim=0)))
@@ -163,10 +163,10 @@ def _wider(x: Node, dim: int, *more: Node) -> Node:
     return concat([x, *more, full(shape, 0.0, x.mesh, x.dtype)], dim)  # type: ignore[no-any-return]
 
 
-def _up_and_gate(both: Node, dim: int, beside: bool) -> tuple[Node, Node]:
+def _up_and_gate(both: Node, dim: int, interleaved: bool) -> tuple[Node, Node]:
     """The joined dim is split in two, so that what is inside a half can be sharded; the halves stand side by side, or in turn."""
     half = both.shape[dim] // 2
-    pair = reshape(both, (*both.shape[:dim], *((2, half) if beside else (half, 2)), *both.shape[dim + 1 :]))
-    at = dim if beside else dim + 1
+    pair = reshape(both, (*both.shape[:dim], *((2, half) if interleaved else (half, 2)), *both.shape[dim + 1 :]))
+    at = dim if interleaved else dim + 1
     gate, up = (reshape(narrow(pair, at, i, i + 1), (*both.shape[:dim], half, *both.shape[dim + 1 :])) for i in range(2))
     return up, gate

@@ -102,8 +102,8 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
         if len({x.dtype for x in own}) > 1 or len(outs) > 1 and not context.zeros:
             return _decline(cls)
         value = [recorder.ref(x).read() for x in own]
-        whole = value[0] if len(own) == 1 else concat([reshape(n, (-1,)) for n in value], 0)
-        start = recorder.ref(recorder.placeholder(recorder.wrap(whole))).read()
+        full = value[0] if len(own) == 1 else concat([reshape(n, (-1,)) for n in value], 0)
+        start = recorder.ref(recorder.placeholder(recorder.wrap(full))).read()
         cts = iter([recorder.wrap(n, x) for n, x in zip(_parts(start, value), own, strict=True)])
         with _without_autograd(recorder, f"{cls.__name__}.backward"):
             found = cls.backward(context, *(next(cts) if any(x is y for y in own) else torch.zeros_like(x) for x in outs))
@@ -114,7 +114,7 @@ def _alone(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
         return _decline(cls)
     if not torch.is_grad_enabled():
         return out
-    made = _parts(with_gradient(cls.__name__, whole, operands, start, gradients, recorder.next_call()), value)
+    made = _parts(with_gradient(cls.__name__, full, operands, start, gradients, recorder.next_call()), value)
     wrapped = iter([recorder.wrap(n, x) for n, x in zip(made, own, strict=True)])
     results = tuple(next(wrapped) if any(x is y for y in own) else x for x in outs)
     return results if isinstance(out, tuple) else results[0]
@@ -134,12 +134,12 @@ def _without_autograd(recorder: Recorder, method: str) -> Iterator[None]:
         recorder.function = before
 
 
-def _parts(whole: Node, like: Sequence[Node]) -> list[Node]:
+def _parts(full: Node, like: Sequence[Node]) -> list[Node]:
     """What nodes are of the one they were put together to."""
     if len(like) == 1:
-        return [whole]
+        return [full]
     ends = list(itertools.accumulate(math.prod(n.shape) for n in like))
-    return [reshape(narrow(whole, 0, end - math.prod(n.shape), end), n.shape) for n, end in zip(like, ends, strict=True)]
+    return [reshape(narrow(full, 0, end - math.prod(n.shape), end), n.shape) for n, end in zip(like, ends, strict=True)]
 
 
 def _once(function: Any, preserve: Any, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
@@ -162,12 +162,12 @@ class _JointFunction(torch.autograd.Function):
     """A computation on nodes as one function of autograd. It is made over placeholders, so no two operands are one."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, call: Callable[[list[Node]], list[Node]], laid: Callable[[], list[Any]], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, recorder: Recorder, call: Callable[[list[Node]], list[Node]], results: Callable[[], list[Any]], *tensors: Tensor) -> Any:
         slots = [recorder.ref(recorder.placeholder(t)).read() for t in tensors]
         ctx.recorder, ctx.slots, ctx.outs = recorder, slots, call(slots)
         ctx.actual = [recorder.ref(t).read() for t in tensors]
         made = substituted(ctx.outs, dict(zip(slots, ctx.actual, strict=True)))
-        out = tuple(recorder.wrap_all(made, laid()))
+        out = tuple(recorder.wrap_all(made, results()))
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         return out
 
@@ -182,7 +182,7 @@ class _JointFunction(torch.autograd.Function):
         return None, None, None, *(None if g is None else recorder.wrap(next(made)) for g in found)
 
 
-def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: Any, laid: Callable[[], list[Any]]) -> Any:
+def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: Any, results: Callable[[], list[Any]]) -> Any:
     """Call a handler on nodes from inside autograd; NotImplemented where it declines."""
     leaves, spec = tree_flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -201,7 +201,7 @@ def enter(recorder: Recorder, handler: Callable[..., Any], args: Any, kwargs: An
         return found
 
     try:
-        out = _JointFunction.apply(recorder, call, laid, *(leaves[i] for i in where))
+        out = _JointFunction.apply(recorder, call, results, *(leaves[i] for i in where))
     except _Declined:
         return NotImplemented
     return tree_unflatten(list(out), shape[0])
@@ -340,10 +340,10 @@ def require_no_node_hooks(model: nn.Module) -> None:
     if not alive:
         return
     nodes = [o for o in gc.get_objects() if type(o).__name__ == "AccumulateGrad" and id(o.variable) in moving]
-    held = [o for o in nodes if any(r is not nodes and not isinstance(r, types.FrameType) for r in gc.get_referrers(o))]  # by more than a graph
-    if held:
+    referenced = [o for o in nodes if any(r is not nodes and not isinstance(r, types.FrameType) for r in gc.get_referrers(o))]  # by more than a graph
+    if referenced:
         raise CaptureError(
-            f"another object holds the node that accumulates the gradient of {moving[id(held[0].variable)]}",
+            f"another object holds the node that accumulates the gradient of {moving[id(referenced[0].variable)]}",
             needed="hooks that torch keeps with the parameter or the module",
             found="torch.autograd.graph.register_multi_grad_hook, or a hook of such a node",
             try_="p.register_post_accumulate_grad_hook(f) or p.register_hook(f); remove() the other, or do it after step(batch)",

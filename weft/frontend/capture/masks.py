@@ -39,11 +39,11 @@ def recognised(r: Recorder, mask: Node | None, rows: int, keys: int, causal: boo
     """A mask [batch, heads, rows, keys], any of them 1, as the least that says the same."""
     if mask is None:
         return Seen(causal)
-    whole = through(r, mask)
-    whole = _as_bool(r, whole) or whole
-    bands = {p: _band(r, p, rows, keys) for p in _parts(whole)} if whole.dtype == torch.bool else {}
+    full = through(r, mask)
+    full = _as_bool(r, full) or full
+    bands = {p: _band(r, p, rows, keys) for p in _parts(full)} if full.dtype == torch.bool else {}
     shown = [b for b in bands.values() if b is not None]
-    least = _joined(_parts(whole)) if whole.dtype == torch.bool else mask
+    least = _joined(_parts(full)) if full.dtype == torch.bool else mask
     if not shown and math.prod(least.shape) >= math.prod(mask.shape):
         return Seen(causal, mask=mask)
     through(r, mask, look=True)
@@ -172,11 +172,11 @@ def _measured(r: Recorder, part: Node, rows: int, keys: int) -> tuple[float, flo
 
 def _band_of(seen: Tensor) -> tuple[float, float] | None:
     rows, keys = seen.shape
-    apart = torch.arange(rows)[:, None] - torch.arange(keys)
+    distance = torch.arange(rows)[:, None] - torch.arange(keys)
     if not bool(seen.any()):
         return None
-    low, high = int(apart[seen].min()), int(apart[seen].max())
-    return (low, high) if torch.equal(seen, (apart >= low) & (apart <= high)) else None
+    low, high = int(distance[seen].min()), int(distance[seen].max())
+    return (low, high) if torch.equal(seen, (distance >= low) & (distance <= high)) else None
 
 
 def _compared(r: Recorder, part: Node) -> tuple[float, float] | None:

@@ -173,13 +173,13 @@ class _Derivation:
 
     def micro(self) -> Micro:
         for n in self.order:
-            held = self._value(n)
-            if held is not None:
-                self.held[n] = held
+            value = self._value(n)
+            if value is not None:
+                self.held[n] = value
         outputs = {"loss": self._term(self.loss).node}
         buffers = {name: self._buffer(name, n) for name, n in self.written.items() if n not in self.free}
-        outputs |= {name: held.node for name, held in buffers.items()}
-        summed = frozenset(name for name, held in buffers.items() if isinstance(held.place, P))
+        outputs |= {name: value.node for name, value in buffers.items()}
+        summed = frozenset(name for name, value in buffers.items() if isinstance(value.place, P))
         first = {node.attr("name"): n for n, node in self.known.items()}
         first |= {name: n for name, n in self.written.items() if n in self.free}
         program = _program(f"{self.program.name}.first", self.program, first) if first else None
@@ -187,7 +187,7 @@ class _Derivation:
 
     def _captured(self, outputs: Mapping[str, Node]) -> Captured:
         """The captured step with a micro-batch's loss and gradients instead of the batch's."""
-        made = {n: held.node for n, held in self.held.items()}
+        made = {n: value.node for n, value in self.held.items()}
         return with_loss(self.captured, outputs, [made])
 
     # -- one value -------------------------------------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ class _Derivation:
         if any(a not in self.held for a in n.args):
             return self._first(n)
         args = [self.held[a] for a in n.args]
-        for way in self._operand_candidates(n, args):
-            made = self._made(n, way)
+        for candidate in self._operand_candidates(n, args):
+            made = self._made(n, candidate)
             if made is not None:
                 return made
         if n not in self.free:
@@ -235,25 +235,25 @@ class _Derivation:
     def _equation(self, n: Node, args: Sequence[_MicroValue]) -> Equation | None:
         return None if n.op.equation is None else n.op.equation(tuple(x.types[0] for x in args), dict(n.attrs))
 
-    def _brought(self, n: Node, held: _MicroValue, place: Placement) -> _MicroValue | None:
+    def _brought(self, n: Node, value: _MicroValue, place: Placement) -> _MicroValue | None:
         """The value held otherwise, where that needs nothing of other micro-batches or no parameter."""
-        if held.place == place:
-            return held
-        if not isinstance(held.place, Replicated):
+        if value.place == place:
+            return value
+        if not isinstance(value.place, Replicated):
             return self._brought(n, self._first(n), place) if n in self.free else None
         if isinstance(place, P):
-            return self._share(held) if n.dtype.is_floating_point and place.op == "sum" else None
+            return self._share(value) if n.dtype.is_floating_point and place.op == "sum" else None
         assert isinstance(place, S)
-        return self._sliced(n, held, place)
+        return self._sliced(n, value, place)
 
-    def _share(self, held: _MicroValue) -> _MicroValue:
+    def _share(self, value: _MicroValue) -> _MicroValue:
         """An even share of a full value, so that the shares sum to it."""
-        (t,) = held.types
-        return _MicroValue((t.with_layout(t.layout.hold(AXIS, P())),), mul(held.node, 1.0 / self.parts))
+        (t,) = value.types
+        return _MicroValue((t.with_layout(t.layout.hold(AXIS, P())),), mul(value.node, 1.0 / self.parts))
 
-    def _sliced(self, n: Node, held: _MicroValue, place: S) -> _MicroValue | None:
+    def _sliced(self, n: Node, value: _MicroValue, place: S) -> _MicroValue | None:
         """A micro-batch's slice of a full value."""
-        (t,), dim = held.types, place.dim
+        (t,), dim = value.types, place.dim
         layout = t.layout.cut(AXIS, dim, place.within)
         if not layout.is_even or place.within is not None:
             return None
@@ -264,7 +264,7 @@ class _Derivation:
             node = expand(self.held[n.args[0]].node, shape)
         else:
             rows = add(arange(size, self.own), mul(self._part, size))
-            node = take(held.node, rows, dim)
+            node = take(value.node, rows, dim)
         return _MicroValue((t.with_layout(layout),), node)
 
     @property
@@ -293,8 +293,8 @@ class _Derivation:
         first = args[0].types[0].layout.dims[0]
         if any(x.types[0].layout.dims[0] != first for x in args[: independent_operands(n)]):
             return ()
-        whole = [Layout.of(self.mesh, shape) for _, shape in n.attr("gives")]
-        return tuple(Type(t.dtype, layout.with_dim(0, first)) for t, layout in zip(n.types, whole, strict=True))
+        full = [Layout.of(self.mesh, shape) for _, shape in n.attr("gives")]
+        return tuple(Type(t.dtype, layout.with_dim(0, first)) for t, layout in zip(n.types, full, strict=True))
 
     def _local(self, n: Node, args: Sequence[_MicroValue], types: Sequence[Type]) -> tuple[list[Node], dict[str, Any]]:
         """Operands and attributes of the op in one micro-batch; where it must know which it is, it is an operand."""
@@ -320,9 +320,9 @@ class _Derivation:
             raise _ByPlace
         return nodes, attrs
 
-    def _of(self, held: _MicroValue) -> tuple[int, int, int]:
+    def _of(self, value: _MicroValue) -> tuple[int, int, int]:
         """Where a micro-batch's elements stand in the full tensor: along which dim, in runs of how many, one of how many."""
-        layout = held.types[0].layout
+        layout = value.types[0].layout
         at = layout.where_sharded(AXIS)
         assert at is not None
         dim, k = at
@@ -331,16 +331,16 @@ class _Derivation:
     # -- what leaves the micro-batch -------------------------------------------------------------------------------------------
 
     def _term(self, n: Node) -> _MicroValue:
-        held = self._brought(n, self.held[n], P())
-        if held is None:
+        value = self._brought(n, self.held[n], P())
+        if value is None:
             raise self._refusal(n, [self.held[n]])
-        return held
+        return value
 
     def _buffer(self, name: str, n: Node) -> _MicroValue:
-        held = self.held[n]
-        if isinstance(held.place, S) or held.place == P("max") or held.place == P("min"):
-            raise self._refusal(n, [held], f"the new value of {name}")
-        return held
+        value = self.held[n]
+        if isinstance(value.place, S) or value.place == P("max") or value.place == P("min"):
+            raise self._refusal(n, [value], f"the new value of {name}")
+        return value
 
     def _by_sample(self, n: Node, args: Sequence[_MicroValue]) -> bool:
         """Whether a gradient of the user's own, made of a micro-batch's cotangent, is the micro-batch's part of what the full one gives."""
@@ -362,8 +362,8 @@ class _Derivation:
         return all(g.on(AXIS) == (P() if isinstance(x.on(AXIS), Replicated) else x.on(AXIS)) for x, g in pairs)
 
     def _refusal(self, n: Node, args: Sequence[_MicroValue], what: str = "") -> PlanError:
-        said = {"max": "the greatest of all samples", "min": "the least of all samples", "sum": "a sum over all samples"}
-        pending = [said[x.place.op] for x in args if isinstance(x.place, P)]
+        meaning = {"max": "the greatest of all samples", "min": "the least of all samples", "sum": "a sum over all samples"}
+        pending = [meaning[x.place.op] for x in args if isinstance(x.place, P)]
         reads = pending[0] if pending else "all samples at once"
         where = self.program.lines.get(n) or next((line for m in reversed(self.order[: self.order.index(n)]) if (line := self.program.lines.get(m))), None)
         return PlanError(

@@ -64,10 +64,10 @@ def capture(
     learns = loss is not None and (gradients or optimizer is not None)
     if accumulate > 1 and learns and not allow_micro_mean:
         more = {"clip": clip, "gradients": gradients, "precision": precision, "capacity": capacity, "name": name, "given": given, "reads": reads}
-        whole = capture(model, example, loss, optimizer, **more)
+        full = capture(model, example, loss, optimizer, **more)
         samples, dims = batch_dims_of(example)
         require_parts(samples, accumulate)
-        return unrolled(in_micro_batches(whole, accumulate, dims))
+        return unrolled(in_micro_batches(full, accumulate, dims))
     parts = accumulate if allow_micro_mean else 1
 
     def run(step: Step, batch: Any) -> None:
@@ -237,10 +237,10 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
     """The loss, or the mean of the losses of equal parts of the batch."""
     if parts == 1:
         return _scalar(loss(model, batch))
-    whole = _Part(model, loss)
+    full = _Part(model, loss)
     if not tape.recorder.joint:
-        tape.blocks.alike[whole] = [whole]
-    return torch.stack([_scalar(whole(micro_batch(batch, i, parts))) for i in range(parts)]).mean()
+        tape.blocks.alike[full] = [full]
+    return torch.stack([_scalar(full(micro_batch(batch, i, parts))) for i in range(parts)]).mean()
 
 
 def _scalar_try(loss: Any) -> str:

@@ -109,16 +109,16 @@ def intercept(recorder: Recorder, func: Any, handler: Handler, args: Any, kwargs
     """Call a handler on the nodes behind tensors and wrap what it gives, laid out as what `func` gives; `below` is called where it declines."""
     if handler in ON_TENSORS:
         return handler(recorder, *args, **kwargs)
-    laid = functools.partial(fake_result, func, args, kwargs)
+    results = functools.partial(fake_result, func, args, kwargs)
     if recorder.joint and torch.is_grad_enabled():
-        result = enter(recorder, handler, args, kwargs, laid)
+        result = enter(recorder, handler, args, kwargs, results)
         return below(*args, **kwargs) if result is NotImplemented else result
     nodes = tree_map_only(Tensor, recorder.node, (args, kwargs))
     result = handler(recorder, *nodes[0], **nodes[1])
     if result is NotImplemented:
         return below(*args, **kwargs)
     found, spec = tree_flatten(result)
-    return tree_unflatten(recorder.wrap_all(found, laid()), spec)
+    return tree_unflatten(recorder.wrap_all(found, results()), spec)
 
 
 def fake_result(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -323,12 +323,12 @@ class AtenMode(TorchDispatchMode):
                 raise CaptureError(f"weft inferred another type for {func} than torch gives", needed=f"{tuple(tensor.shape)}", found=str(node.type))
             self.recorder.bind(tensor, node if node.dtype == tensor.dtype else to_dtype(node, tensor.dtype))
 
-    def _view(self, func: Any, out: Any, args: Any, kwargs: Any, turned: Callable[[Step], Step] | None = None) -> Any:
+    def _view(self, func: Any, out: Any, args: Any, kwargs: Any, transform: Callable[[Step], Step] | None = None) -> Any:
         base = self.recorder.ref(args[0])
         steps: Any = VIEWS[func](tuple(args[0].shape), *args[1:], **kwargs)
         several = isinstance(out, (tuple, list))
         for tensor, path in zip(out, steps, strict=True) if several else [(out, steps)]:
-            path = path if turned is None else [turned(step) for step in path]
+            path = path if transform is None else [transform(step) for step in path]
             node = base.read()
             for step in path:
                 node = view(node, step)
@@ -366,12 +366,12 @@ class AtenMode(TorchDispatchMode):
             return new
         return where(constant(False, torch.bool, self.recorder.mesh), old, new)
 
-    def _view_in_place(self, steps: Any, func: Any, args: Any, turned: Callable[[Step], Step] | None = None) -> Any:
+    def _view_in_place(self, steps: Any, func: Any, args: Any, transform: Callable[[Step], Step] | None = None) -> Any:
         """A view in place (t_, squeeze_): the tensor looks at its storage another way. Its fake has already been turned."""
         ref = self.recorder.ref(args[0])
         node = ref.read()
-        path = tuple(steps(node.shape if turned is None else node.shape[:-1], *args[1:]))
-        path = path if turned is None else tuple(map(turned, path))
+        path = tuple(steps(node.shape if transform is None else node.shape[:-1], *args[1:]))
+        path = path if transform is None else tuple(map(transform, path))
         for step in path:
             node = view(node, step)
         setattr(args[0], TAG, ref.then(path, node))

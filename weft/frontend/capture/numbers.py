@@ -167,12 +167,12 @@ def _power(a: Node, b: Node) -> Node:
     return w.sqrt(a) if b.op.is_number and b.attr("value") == 0.5 else w.pow_(a, b)
 
 
-def _infix(name: str, op: Callable[[Node, Node], Node], made: Any, turned: bool) -> Any:
+def _infix(name: str, op: Callable[[Node, Node], Node], made: Any, swapped: bool) -> Any:
     def method(self: Any, other: Any) -> Any:
         given = _operand(self, other)
         if given is None:
             return NotImplemented
-        pair = (given, self.node.node) if turned else (self.node.node, given)
+        pair = (given, self.node.node) if swapped else (self.node.node, given)
         return made(op(*pair))
 
     method.__name__ = name
@@ -226,9 +226,9 @@ class Questions:
     def number(self, node: Node) -> None:
         """What Python needs itself, of numbers that settings and counts decide: nothing, for they change."""
 
-    def joined(self, run: Callable[[], dict[Any, Node]], join: Callable[[Node, Any, Any], Any], told: list[bool] | None = None) -> Any:
+    def joined(self, run: Callable[[], dict[Any, Node]], join: Callable[[Node, Any, Any], Any], answers: list[bool] | None = None) -> Any:
         """What `run` gives, every question answered both ways; a way that ends in an error is not taken."""
-        self.told, self.asked, self.ways = told or [], [], self.ways + 1
+        self.told, self.asked, self.ways = answers or [], [], self.ways + 1
         try:
             out: Any = run()
         except CaptureError:
@@ -238,7 +238,7 @@ class Questions:
         asked = list(self.asked)
         if not self.both:
             return out
-        for i in reversed(range(len(told or []), len(asked))):
+        for i in reversed(range(len(answers or []), len(asked))):
             other = self.joined(run, join, [a for _, a in asked[:i]] + [False])
             if isinstance(out, Exception) or isinstance(other, Exception):
                 out = other if isinstance(out, Exception) else out

@@ -73,9 +73,9 @@ def _half(node: Node) -> tuple[Node | None, int]:
         return None, -1
     x, dim, start, stop = node.args[0], node.attr("dim"), node.attr("start"), node.attr("stop")
     if split:
-        whole = x.args[0] if x.op is reshape_op else None
-        fits = whole is not None and dim == x.ndim - 2 and x.shape[dim] == 2 and whole.shape[:-1] == x.shape[:-2]
-        return (whole, start) if fits and stop == start + 1 else (None, -1)
+        full = x.args[0] if x.op is reshape_op else None
+        fits = full is not None and dim == x.ndim - 2 and x.shape[dim] == 2 and full.shape[:-1] == x.shape[:-2]
+        return (full, start) if fits and stop == start + 1 else (None, -1)
     size = x.shape[dim]
     fits = dim == x.ndim - 1 and 2 * (stop - start) == size and node.attr("step") == 1
     return (x, int(start > 0)) if fits else (None, -1)
@@ -108,8 +108,8 @@ def _mean_square(node: Node) -> Node | None:
     for total, share in _either(node, mul):
         if share.op.is_number and total.op is sum_ and total.attr("keepdim"):
             square = total.args[0]
-            whole = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
-            if whole and square.op is square_op:
+            full = total.attr("dims") == (square.ndim - 1,) and abs(share.attr("value") * square.shape[-1] - 1) < 1e-6
+            if full and square.op is square_op:
                 return square.args[0]
     return None
 

@@ -117,8 +117,8 @@ def unchanged(now: Any, before: Any) -> bool:
 class Contents:
     """What lies in a container, as an item."""
 
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
+    def __init__(self, full: Any) -> None:
+        self.whole = full
 
     def __getitem__(self, _: Any) -> Any:
         return copied(self.whole)
@@ -131,8 +131,8 @@ def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list
     """A module's own attributes that are others than before, or hold others; hooks that came while it ran are among them."""
     own = module.__dict__
     names = {id(x): n for n, x in before.items() if n not in TENSORS}
-    held = [(f"{words}.{names[id(x)]}", x, copied(was)) for x, was in contents if id(x) in names]
-    inside = [Change(text, was, copied(x), Place(Contents(x), 0, was, text)) for text, x, was in held if not same_contents(x, was)]
+    contents_named = [(f"{words}.{names[id(x)]}", x, copied(was)) for x, was in contents if id(x) in names]
+    inside = [Change(text, was, copied(x), Place(Contents(x), 0, was, text)) for text, x, was in contents_named if not same_contents(x, was)]
     table = own.get("_modules")  # scripted modules keep another kind, which cannot be written into
     modules = next((was for x, was in contents if x is table), {}) if isinstance(table, dict) else {}
     return inside + _replaced(own, before, words) + (_replaced(table, modules, words) if isinstance(table, dict) else [])
@@ -183,29 +183,29 @@ def slots(kind: type) -> list[str]:
     return [n for n in ([found] if isinstance(found, str) else list(found)) if not n.startswith("__")]
 
 
-def copied(whole: Any) -> Any:
-    if isinstance(whole, (set, frozenset, type({}.keys()))):
-        return frozenset(whole)
-    return dict(whole) if isinstance(whole, dict) else tuple(whole)
+def copied(full: Any) -> Any:
+    if isinstance(full, (set, frozenset, type({}.keys()))):
+        return frozenset(full)
+    return dict(full) if isinstance(full, dict) else tuple(full)
 
 
-def same_contents(whole: Any, copy: Any) -> bool:
-    if len(whole) != len(copy):
+def same_contents(full: Any, copy: Any) -> bool:
+    if len(full) != len(copy):
         return False
     if isinstance(copy, frozenset):
-        return bool(whole == copy)
-    if isinstance(copy, dict) and isinstance(whole, dict) and all(map(is_, whole.values(), copy.values())) and list(whole) == list(copy):
+        return bool(full == copy)
+    if isinstance(copy, dict) and isinstance(full, dict) and all(map(is_, full.values(), copy.values())) and list(full) == list(copy):
         return True
-    pairs = [(whole.get(k, MISSING), x) for k, x in copy.items()] if isinstance(copy, dict) else zip(whole, copy, strict=True)
+    pairs = [(full.get(k, MISSING), x) for k, x in copy.items()] if isinstance(copy, dict) else zip(full, copy, strict=True)
     return all(a is b or not is_plain(b) or unchanged(a, b) for a, b in pairs)
 
 
-def restore(whole: Any, copy: Any) -> None:
+def restore(full: Any, copy: Any) -> None:
     """Put back what lay in a container, also into one whose class refuses to be written into."""
-    kind: Any = next((kind for kind in (list, deque, OrderedDict, dict, set) if isinstance(whole, kind)), None)
+    kind: Any = next((kind for kind in (list, deque, OrderedDict, dict, set) if isinstance(full, kind)), None)
     if kind is not None:
-        kind.clear(whole)
-        kind.extend(whole, copy) if kind in (list, deque) else kind.update(whole, copy)
+        kind.clear(full)
+        kind.extend(full, copy) if kind in (list, deque) else kind.update(full, copy)
 
 
 def shown_contents(copy: Any) -> str:

@@ -198,8 +198,8 @@ class Recorder:
     def wrap(self, node: Node, like: Any = None) -> Tensor:
         """A new fake tensor that stands for the node, laid out as `like` where that is a tensor of its shape."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            laid = isinstance(like, Tensor) and like.shape == node.shape and like.layout is torch.strided
-            strides = like.stride() if laid else torch.empty(node.shape, device="meta").stride()
+            strided_like = isinstance(like, Tensor) and like.shape == node.shape and like.layout is torch.strided
+            strides = like.stride() if strided_like else torch.empty(node.shape, device="meta").stride()
             shape_only = torch.empty_strided(node.shape, strides, dtype=node.dtype, device="meta")
             tensor = FakeTensor(self.fake, shape_only, torch.device("cpu"))
         return self.bind(tensor, node)

@@ -36,16 +36,16 @@ def as_before(reads: Reads | None) -> Iterator[None]:
         yield
         return
     places = [(p, p.now()) for p in (*reads.places, *(c.place for c in reads.left if c.place is not None))]
-    wholes = [(whole, copied(whole)) for whole, _, _ in reads.wholes]
+    containers = [(full, copied(full)) for full, _, _ in reads.wholes]
     sources = [(source, random_state(source)) for source, _ in reads._sources]
     reads.undo()
     try:
         yield
     finally:
         reads.undo()
-        for whole, copy in wholes:
-            if not same_contents(whole, copy):
-                restore(whole, copy)
+        for full, copy in containers:
+            if not same_contents(full, copy):
+                restore(full, copy)
         for place, value in places:
             if not unchanged(place.now(), value):
                 place.put(value)

@@ -96,12 +96,12 @@ class Captured:
 
     def report(self) -> str:
         """What a user should know: ops weft does not know, with the lines that would teach them, and what was assumed."""
-        told = [f"assumed: {what}" for what in self.assumed]
+        notes = [f"assumed: {what}" for what in self.assumed]
         for target, lines in self.opaque.items():
             places = ", ".join(dict.fromkeys(line for line in lines if line)) or "the model"
-            told.append(f"{target} has no entry: it stays replicated on every rank ({len(lines)} times, {places}). To teach it:")
-            told.append(lesson(target))
-        return "\n".join(told)
+            notes.append(f"{target} has no entry: it stays replicated on every rank ({len(lines)} times, {places}). To teach it:")
+            notes.append(lesson(target))
+        return "\n".join(notes)
 
 
 def lesson(target: str) -> str:
@@ -266,9 +266,9 @@ class Step:
             if s == "param" or s in update.counted:
                 continue
             key, inside = f"{before}{s}.{name.removeprefix('param.')}", update.inputs.get(s, update.outputs[s])
-            held = self._value_of_state(key, inside.shape, inside.dtype, Role.STATE)
+            state = self._value_of_state(key, inside.shape, inside.dtype, Role.STATE)
             self.owners[key] = name
-            out |= {update.inputs[s]: held} if s in update.inputs else {}
+            out |= {update.inputs[s]: state} if s in update.inputs else {}
             with real():
                 value = kept[s] if s in kept else _begins(update, s, p)
                 if value is not None:
@@ -415,8 +415,8 @@ def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
 def _require_hooked(of: Iterable[Node]) -> None:
     """Autograd must run where a value was read before it was hooked."""
     nodes = toposort(of)
-    whole = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("whole")}
-    if any(whole.get(a, n) is not n for n in nodes for a in n.args) or any(n in whole for n in of):
+    full = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("whole")}
+    if any(full.get(a, n) is not n for n in nodes for a in n.args) or any(n in full for n in of):
         raise CustomGradient("register_hook")
 
 

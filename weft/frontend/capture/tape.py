@@ -183,10 +183,10 @@ def _moved_as_in_torch() -> Iterator[None]:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
-        held = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
-        if dtype is None or all(t.dtype == dtype for t in held):
+        tensors = [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()]
+        if dtype is None or all(t.dtype == dtype for t in tensors):
             return self
-        if any(isinstance(t, FakeTensor) for t in held):
+        if any(isinstance(t, FakeTensor) for t in tensors):
             return plain(self, *args, **kwargs)
         with unheard():
             return plain(self, dtype=dtype)
@@ -211,9 +211,9 @@ def _averages_as_tensors() -> Iterator[None]:
         self.num_batches_tracked.add_(1)
         before = self.running_mean.clone(), self.running_var.clone()
         out = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 1.0, self.eps)
-        for held, old in zip((self.running_mean, self.running_var), before, strict=True):
+        for tensors, old in zip((self.running_mean, self.running_var), before, strict=True):
             with torch.no_grad():
-                held.copy_(old + (held - old) / self.num_batches_tracked)
+                tensors.copy_(old + (tensors - old) / self.num_batches_tracked)
         return out
 
     kind.forward = forward  # type: ignore[method-assign]
@@ -231,8 +231,8 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
     kept = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__), _contents(m)) for m in model.modules()]
     paths = {m: path for path, m in model.named_modules()}
     alone = recorder.reads is not None and not recorder.reads.shared
-    alike = {} if recorder.joint or alone else candidates(model)
-    tape = Tape(model, recorder, Blocks(recorder, alike, paths), {}, {}, recorder.own, {})
+    isomorphic = {} if recorder.joint or alone else candidates(model)
+    tape = Tape(model, recorder, Blocks(recorder, isomorphic, paths), {}, {}, recorder.own, {})
     try:
         for m, parameters, buffers, *_ in kept:
             _enter(tape, f"param.{paths[m]}", Role.PARAMETER, m, m._parameters, parameters, tape.parameters)
@@ -244,8 +244,8 @@ def _swapped(model: nn.Module, recorder: Recorder) -> Iterator[Tape]:
             tape.left += changed_attributes(m, attributes, contents, words) + new_buffers(m, buffers, words)
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            for held, was in contents:
-                restore(held, was)
+            for tensors, was in contents:
+                restore(tensors, was)
             if not isinstance(m, ScriptModule):
                 m._parameters.update(parameters)
                 m._buffers.update(buffers)

@@ -49,8 +49,8 @@ def unknown(recorder: Recorder, func: Any, out: Any, args: Any, kwargs: Any) -> 
     name = str(func)
     recorder.opaque.setdefault(name, []).append(user_line() or "")
     more = {"moves": tuple(i for i, n in enumerate(nodes) if recorder.moves(n))} if nodes else {"mesh": recorder.mesh.key}
-    whole = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
-    return whole if len(gives) == 1 else list(whole)
+    full = opaque(*nodes, target=name, call=call, keys=keys, gives=gives, **more)
+    return full if len(gives) == 1 else list(full)
 
 
 _TRAINED = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}  # what torch calls where gradients are on

@@ -144,8 +144,8 @@ def _doubt(r: Relaxation, weights: Floats, high: Mask, charge: Floats) -> Floats
     p_high, p_low = np.add.reduceat(weights * high, at), np.add.reduceat(weights * ~high, at)
     paid_high, paid_low = np.add.reduceat(weights * charge * high, at), np.add.reduceat(weights * charge * ~high, at)
     both = (p_high > 1e-12) & (p_low > 1e-12)
-    apart = paid_high / np.where(both, p_high, 1) - paid_low / np.where(both, p_low, 1)
-    return np.where(both, np.minimum(p_high, p_low) * apart, 0.0)
+    price_gap = paid_high / np.where(both, p_high, 1) - paid_low / np.where(both, p_low, 1)
+    return np.where(both, np.minimum(p_high, p_low) * price_gap, 0.0)
 
 
 def _first(r: Relaxation, weights: Floats) -> Mask:

@@ -33,11 +33,11 @@ class Facts:
 class Graph:
     """A problem that is being reduced. `reason` says why there is no solution."""
 
-    def __init__(self, whole: Problem) -> None:
-        self.whole = whole
-        self.cost = [whole.costs(v).copy() for v in range(whole.nodes)]
-        self.kept = [np.arange(k) for k in whole.k]
-        self.near: list[dict[int, Floats]] = [{} for _ in range(whole.nodes)]
+    def __init__(self, full: Problem) -> None:
+        self.whole = full
+        self.cost = [full.costs(v).copy() for v in range(full.nodes)]
+        self.kept = [np.arange(k) for k in full.k]
+        self.near: list[dict[int, Floats]] = [{} for _ in range(full.nodes)]
         self.decided: dict[int, tuple[tuple[int, ...], Ints]] = {}
         self.follows: list[int] = []  # the decided that carry their claims to their decider
         self.paid = 0.0
@@ -45,8 +45,8 @@ class Graph:
         self.todo: deque[int] = deque()
         self.waiting: set[int] = set()
         self._facts = lru_cache(maxsize=1 << 14)(_facts)
-        for e in range(whole.edges):
-            self.link(int(whole.tail[e]), int(whole.head[e]), whole.table(e))
+        for e in range(full.edges):
+            self.link(int(full.tail[e]), int(full.head[e]), full.table(e))
 
     @property
     def live(self) -> list[int]:

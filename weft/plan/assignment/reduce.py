@@ -39,9 +39,9 @@ class Reduced:
     reason: str | None = None
 
 
-def reduce(whole: Problem) -> Reduced:
+def reduce(full: Problem) -> Reduced:
     """The smallest problem the six steps lead to."""
-    done = _pass(whole)
+    done = _pass(full)
     while done.reason is None and done.core.nodes:
         more = _pass(done.core)
         size = _size(done.core)
@@ -59,10 +59,10 @@ def _after(outer: Callable[[Ints], Ints], inner: Callable[[Ints], Ints]) -> Call
     return lambda x: outer(inner(x))
 
 
-def _pass(whole: Problem) -> Reduced:
+def _pass(full: Problem) -> Reduced:
     """Each step once, where it applies."""
-    g = Graph(whole)
-    g.settle(range(whole.nodes))
+    g = Graph(full)
+    g.settle(range(full.nodes))
     if g.reason is None:
         usage = _Usage(g)
         if usage.reason is None:
@@ -114,8 +114,8 @@ class _Usage:
         """Drop strategies that another does as well as in every company. Layers repeat, and so do nodes with all around them."""
         known: dict[object, Mask] = {}
         for v in self.free:
-            near = tuple((w.shape, w.tobytes()) for w in self.g.near[v].values())
-            key = self.g.cost[v].tobytes(), near, self.spans[v][1].tobytes() if v in self.spans else b""
+            neighbours = tuple((w.shape, w.tobytes()) for w in self.g.near[v].values())
+            key = self.g.cost[v].tobytes(), neighbours, self.spans[v][1].tobytes() if v in self.spans else b""
             if key not in known:
                 known[key] = self._undominated(v)
             self._keep(v, known[key])
@@ -205,10 +205,10 @@ def _core(g: Graph) -> Reduced:
     core = assemble([g.cost[v] for v in usage.free], edges, claims, usage.room, g.whole.name)
 
     def lift(x: Ints) -> Ints:
-        whole = np.zeros(g.whole.nodes, np.int64)
+        full = np.zeros(g.whole.nodes, np.int64)
         for v in live:
-            whole[v] = g.kept[v][x[number[v]] if v in number else 0]
-        return g.complete(whole)
+            full[v] = g.kept[v][x[number[v]] if v in number else 0]
+        return g.complete(full)
 
     paid = g.paid + float(sum(g.cost[v][0] for v in live if v not in number))
     return Reduced(binding(core), paid, lift)

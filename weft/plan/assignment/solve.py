@@ -87,8 +87,8 @@ def _rounded(p: Problem, bound: float) -> float:
     """A bound on integral costs may be rounded up, with some room for rounding errors."""
     finite = np.concatenate([p.c, p.w])
     finite = finite[np.isfinite(finite)]
-    whole = bool((finite == np.floor(finite)).all())
-    return float(np.ceil(bound - 1e-6 - 1e-10 * abs(bound))) if whole and np.isfinite(bound) else bound
+    full = bool((finite == np.floor(finite)).all())
+    return float(np.ceil(bound - 1e-6 - 1e-10 * abs(bound))) if full and np.isfinite(bound) else bound
 
 
 @dataclass

@@ -114,9 +114,9 @@ class _LayoutChoice:
 
     def solve(self, centres: Mapping[Node, Centre] | None = None) -> tuple[LayoutModel, Solution]:
         pins = {name: [_placements(self.mesh, p) for p in options] for name, options in self.pins.items()}
-        ways = self.ways or Strategies(self.mesh)
+        strategies = self.ways or Strategies(self.mesh)
         model = build(
-            self.program, ways, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates, allow=self.allow
+            self.program, strategies, self.prices, limit=self.memory, blocks=self.blocks, pins=pins, centres=centres, rates=self.rates, allow=self.allow
         )  # fmt: skip
         left = self.budget.work - self.budget.spent
         answer = solve(model.problem, work=left, seconds=self.budget.left, gap=self.gap)
@@ -142,8 +142,8 @@ def _centres(model: LayoutModel, answer: Solution) -> dict[Node, tuple[Placement
     """The way each node was given: the layouts of its operands, or of itself where it has none."""
     if answer.x is None:
         return {}
-    ways = {n: model.sites[at].ways[int(answer.x[at])] for n, at in model.site.items()}
-    return {n: w.operands or w.results for n, w in ways.items() if not n.op.is_item}
+    strategies = {n: model.sites[at].ways[int(answer.x[at])] for n, at in model.site.items()}
+    return {n: w.operands or w.results for n, w in strategies.items() if not n.op.is_item}
 
 
 def _no_layouts(program: Program, mesh: Mesh, memory: float, reason: str) -> PlanError:
@@ -193,8 +193,8 @@ class _LayoutWriter:
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
         if node.op.is_item:
             return make(node.op, (self.made[node.args[0]],), attrs)
-        way = self._way(node)
-        args = tuple(self._operand(node, a, places) for a, places in zip(node.args, way.operands, strict=True))
+        strategy = self._way(node)
+        args = tuple(self._operand(node, a, places) for a, places in zip(node.args, strategy.operands, strict=True))
         return make(node.op, args, attrs)
 
     def _operand(self, node: Node, arg: Node, places: Placements) -> Node:
@@ -212,8 +212,8 @@ class _LayoutWriter:
 
     def _gathered_before(self, value: Node) -> bool:
         """Whether the forward pass reads a copy in which some shard of the value is undone."""
-        tap, held = self._tap(value, late=False), self._way(value).results[0]
-        return tap is not None and tap.how == COPY and any(isinstance(h, S) and h != p for h, p in zip(held, tap.layout, strict=True))
+        tap, layout = self._tap(value, late=False), self._way(value).results[0]
+        return tap is not None and tap.how == COPY and any(isinstance(h, S) and h != p for h, p in zip(layout, tap.layout, strict=True))
 
     def _output(self, name: str, node: Node, state: Mapping[str, str]) -> Node:
         home = self.program.input_names.get(state.get(name, ""))

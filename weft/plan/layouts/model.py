@@ -81,7 +81,7 @@ class LayoutModel:
 
 def build(
     program: Program,
-    ways: Strategies,
+    strategies: Strategies,
     prices: Prices,
     *,
     limit: float = math.inf,
@@ -91,11 +91,11 @@ def build(
     rates: Rates | None = None,
     allow: Allow | None = None,
 ) -> LayoutModel:
-    """The layouts problem of a one-device program on the mesh of `ways`. `pins` are the layouts some inputs may have.
+    """The layouts problem of a one-device program on the mesh of `strategies`. `pins` are the layouts some inputs may have.
 
     With `centres`, only ways that differ from a node's own along one axis at most; with `allow`, only those of each node that it allows.
     """
-    builder = _Builder(program, ways, prices, limit, parts(program, blocks), pins or {}, centres or {}, rates or Rates(), allow)
+    builder = _Builder(program, strategies, prices, limit, parts(program, blocks), pins or {}, centres or {}, rates or Rates(), allow)
     builder.place_nodes()
     builder.join_readers()
     builder.join_outputs()
@@ -106,7 +106,7 @@ class _Builder:
     def __init__(
         self,
         program: Program,
-        ways: Strategies,
+        strategies: Strategies,
         prices: Prices,
         limit: float,
         part: Mapping[Node, int],
@@ -115,9 +115,9 @@ class _Builder:
         rates: Rates,
         allow: Allow | None,
     ) -> None:
-        self.program, self.ways, self.prices, self.limit = program, ways, prices, limit
+        self.program, self.ways, self.prices, self.limit = program, strategies, prices, limit
         self.part, self.pins, self.centres, self.allow = part, pins, centres, allow
-        self.routes, self.work = ways.routes(prices), Work(program, prices.chained)
+        self.routes, self.work = strategies.routes(prices), Work(program, prices.chained)
         self.lifetimes = Lifetimes(program, joined=1)
         self.roles, self.rates = Roles(program), rates
         self.forward, self.joined = self.roles.forward, _joined(program)
@@ -180,14 +180,14 @@ class _Builder:
 
     def _work(self, node: Node) -> Floats:
         """Work by way, which nodes of any program share that have the same ways and the same neighbours."""
-        ways = self._ways(node)
+        strategies = self._ways(node)
 
         def work() -> Floats:
-            return np.array([self.prices.work(self.work.of(node, w.node), w.node) for w in ways])
+            return np.array([self.prices.work(self.work.of(node, w.node), w.node) for w in strategies])
 
         if node.op.kind is Kind.SOURCE or (node.op.kind is Kind.VIEW and len(node.args) < 2):
-            return np.zeros(len(ways))
-        return self.routes.known(ways, self.work.context(node), work)
+            return np.zeros(len(strategies))
+        return self.routes.known(strategies, self.work.context(node), work)
 
     def _share(self, reader: Node, value: Node | None = None) -> float:
         """The share of a price that counts: of a node's work, or of bringing a value to it."""
@@ -228,8 +228,8 @@ class _Builder:
 
     def _item(self, node: Node, item: Node) -> None:
         """One of several results: it has the layout it was made in."""
-        made, held = [w.results[item.attr("index")] for w in self._ways(node)], self._made(item)
-        self._edge(self.site[node], self.site[item], _equal(made, held))
+        made, made_of = [w.results[item.attr("index")] for w in self._ways(node)], self._made(item)
+        self._edge(self.site[node], self.site[item], _equal(made, made_of))
 
     def _join(self, node: Node, reader: Node, k: int) -> None:
         u, v, size = self.site[node], self.site[reader], _bytes(node.type)
@@ -292,8 +292,8 @@ class _Builder:
                 once = self.rates.hide / self.rates.rounds if node in self.roles.after else 1.0
                 self._edge(at, self.site[home], _scaled(self.routes.between(made, self._made(home), size), once))
             else:
-                whole = tuple(R for _ in self.routes.mesh.axes)
-                self.sites[at].cost = self.sites[at].cost + self.routes.between(made, [whole], size)[:, 0]
+                full = tuple(R for _ in self.routes.mesh.axes)
+                self.sites[at].cost = self.sites[at].cost + self.routes.between(made, [full], size)[:, 0]
 
     def _edge(self, u: int, v: int, table: Floats) -> None:
         """Edges between the same two parts add up; from a part to itself they fall on its own choice."""
@@ -334,8 +334,8 @@ def _scaled(table: Floats, share: float) -> Floats:
     return table if share == 1.0 else table * share
 
 
-def _odd(way: Strategy) -> int:
-    return sum(1 + p.dim for layout in (*way.operands, *way.results) for p in layout if isinstance(p, S))
+def _odd(strategy: Strategy) -> int:
+    return sum(1 + p.dim for layout in (*strategy.operands, *strategy.results) for p in layout if isinstance(p, S))
 
 
 def _bytes(type_: Type) -> float:

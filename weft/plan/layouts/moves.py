@@ -101,8 +101,8 @@ def _may_shard(here: list[Placement], target: Placements, i: int, dim: int) -> b
 def _size(mesh: Mesh, here: list[Placement], i: int, kind: str, size: float) -> float:
     """Bytes of a collective over axis i, from what the other axes leave of the tensor."""
     others = math.prod(mesh.sizes[a] for j, a in enumerate(mesh.axes) if j != i and isinstance(here[j], S))
-    whole = size / others
-    return whole / mesh.sizes[mesh.axes[i]] if kind == "all_to_all" else whole
+    full = size / others
+    return full / mesh.sizes[mesh.axes[i]] if kind == "all_to_all" else full
 
 
 class Routes:
@@ -114,11 +114,11 @@ class Routes:
         self._tables: dict[object, Floats] = {}
         self._by_ways: dict[object, tuple[object, Floats]] = {}
 
-    def known(self, ways: object, of: object, make: Callable[[], Floats]) -> Floats:
+    def known(self, strategies: object, of: object, make: Callable[[], Floats]) -> Floats:
         """A table of some ways, known by being the same object."""
-        key = id(ways), of
+        key = id(strategies), of
         if key not in self._by_ways:
-            self._by_ways[key] = ways, make()
+            self._by_ways[key] = strategies, make()
         return self._by_ways[key][1]
 
     @cached_property

@@ -69,11 +69,11 @@ class Strategies:
         return found
 
     def _cannot_hold(self, node: Node, pinned: Sequence[Placements]) -> PlanError:
-        said = " or ".join(", ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, places, strict=True)) for places in pinned)
+        options = " or ".join(", ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, places, strict=True)) for places in pinned)
         return PlanError(
             f"{node.attr('name')} cannot have the layout it is pinned to",
             needed=f"even shards of {list(node.type.shape)} on {self.mesh}",
-            found=said,
+            found=options,
             try_="another dim, or a mesh whose axis divides it",
         )
 
@@ -101,13 +101,13 @@ class Strategies:
     def _by_equation(
         self, node: Node, attrs: Attrs, pending: Sequence[bool], inner: Inner, centre: Centre
     ) -> Iterator[tuple[Placements, ...]]:
-        whole = tuple(_type_on(t, self.mesh) for a in node.args for t in a.types)
-        eq = node.op.equation(whole, attrs)
+        full = tuple(_type_on(t, self.mesh) for a in node.args for t in a.types)
+        eq = node.op.equation(full, attrs)
         per_axis = [list(self._axis_strategies(node, eq, axis, pending, inner)) for axis in self.mesh.axes]
         by_axis = None if centre is None else list(zip(*centre, strict=True))  # what each axis does to all operands
-        near = (c for c in itertools.product(*per_axis) if by_axis is None or _distance(c, by_axis) <= 1)
-        for combo in sorted(near, key=lambda c: sum(_is_replicated(w) for w in c))[:MOST]:
-            yield tuple(tuple(way[k] for way in combo) for k in range(len(node.args)))
+        neighbouring = (c for c in itertools.product(*per_axis) if by_axis is None or _distance(c, by_axis) <= 1)
+        for combo in sorted(neighbouring, key=lambda c: sum(_is_replicated(w) for w in c))[:MOST]:
+            yield tuple(tuple(strategy[k] for strategy in combo) for k in range(len(node.args)))
 
     def _axis_strategies(self, node: Node, eq: Equation, axis: str, pending: Sequence[bool], inner: Inner) -> Iterator[tuple[Placement, ...]]:
         n, operands = self.mesh.sizes[axis], range(len(node.args))
@@ -125,9 +125,9 @@ class Strategies:
 
     def _as_they_come(self, node: Node, incoming: Sequence[Sequence[Placements]]) -> Iterable[tuple[Placements, ...]]:
         """All full, which every rule takes, all the same, and then any: of many operands the first few ways may be none that a rule takes."""
-        whole = tuple(R for _ in self.mesh.axes)
-        alike = dict.fromkeys((whole, *(layout for layouts in incoming for layout in layouts)))
-        same = (tuple(layout for _ in incoming) for layout in alike)
+        full = tuple(R for _ in self.mesh.axes)
+        known = dict.fromkeys((full, *(layout for layouts in incoming for layout in layouts)))
+        same = (tuple(layout for _ in incoming) for layout in known)
         return itertools.islice(itertools.chain(same, itertools.product(*incoming)), MOST)
 
     # -- what the op's rule makes of it --------------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ class Strategies:
             results = _inferred(node, given, attrs)
             if results is None or not all(t.layout.is_even for t in results):
                 continue
-            way = Strategy(tuple(of(t.layout) for t in given), tuple(of(t.layout) for t in results), _stand_in(node, given, results))
-            if way.key not in seen:
-                seen.add(way.key)
-                yield way
+            strategy = Strategy(tuple(of(t.layout) for t in given), tuple(of(t.layout) for t in results), _stand_in(node, given, results))
+            if strategy.key not in seen:
+                seen.add(strategy.key)
+                yield strategy
 
     def _type(self, type_: Type, places: Placements) -> Type | None:
         try:
@@ -166,8 +166,8 @@ def _distance(a: Sequence[object], b: Sequence[object]) -> int:
     return sum(x != y for x, y in zip(a, b, strict=True))
 
 
-def _is_replicated(way: tuple[Placement, ...]) -> bool:
-    return all(p == R for p in way)
+def _is_replicated(strategy: tuple[Placement, ...]) -> bool:
+    return all(p == R for p in strategy)
 
 
 def _type_on(type_: Type, mesh: Mesh) -> Type:

@@ -109,10 +109,10 @@ class Enumerator:
             nodes = [
                 apply(form.op, (*(self.nodes[a][k] for a in args), *form.fixed), dict(form.attrs)) for k in range(len(self.world.meshes))
             ]
-            held = [ranks.run_node(self.domain, n, [self._value(a, k, n) for a in self._operands(args, n)]) for k, n in enumerate(nodes)]
+            values = [ranks.run_node(self.domain, n, [self._value(a, k, n) for a in self._operands(args, n)]) for k, n in enumerate(nodes)]
         except (WeftError, IndexError):
             return
-        self._keep(f, args, size, leaves, nodes, held)
+        self._keep(f, args, size, leaves, nodes, values)
 
     def _operands(self, args: tuple[int, ...], node: Node) -> list[int | Node]:
         return [*args, *node.args[len(args) :]]
@@ -124,9 +124,9 @@ class Enumerator:
         """Of interchangeable inputs the first ones are used; other choices are renamings."""
         return all(j in leaves for k in leaves for j in self.twins[k][: self.rank_of[k]])
 
-    def _keep(self, f: int, args: tuple[int, ...], size: int, leaves: frozenset[int], nodes: list[Node], held: list[Any]) -> None:
+    def _keep(self, f: int, args: tuple[int, ...], size: int, leaves: frozenset[int], nodes: list[Node], values: list[Any]) -> None:
         u = self.universe
-        print_ = self._fingerprint(nodes, held)
+        print_ = self._fingerprint(nodes, values)
         if print_ is None:
             return
         t = len(u)
@@ -142,15 +142,15 @@ class Enumerator:
         u.members.setdefault(rep, []).append(t)
         last = size == self.max_ops
         self.nodes.append([] if last else nodes)
-        self.held.append([] if last else held)
+        self.held.append([] if last else values)
 
     def _fingerprint(self, nodes: list[Node], held: list[Any]) -> bytes | None:
         """What is denoted and how it is laid out, on every mesh; None for a value that is zero whatever the inputs."""
         digest = hashlib.blake2b(digest_size=16)
         for node, values in zip(nodes, held, strict=True):
-            whole = ranks.denote(self.domain, values, node.type)
-            if not bool(whole.any()):
+            full = ranks.denote(self.domain, values, node.type)
+            if not bool(full.any()):
                 return None
             digest.update(str(node.type).encode())
-            digest.update(whole.contiguous().numpy().tobytes())
+            digest.update(full.contiguous().numpy().tobytes())
         return digest.digest()

@@ -18,8 +18,8 @@ LETTERS = "fgh"
 def candidates(left: Any, right: Any) -> Iterator[Schema]:
     """Schemas the pair is an instance of, the most general first; the last is the pair with its inputs as holes."""
     left, right = _in_order(left, right)
-    for apart in _distinguish_inputs(left, right):
-        yield from _over_ops(*_in_order(*apart))
+    for distinct in _distinguish_inputs(left, right):
+        yield from _over_ops(*_in_order(*distinct))
     yield from _over_ops(left, right)
 
 

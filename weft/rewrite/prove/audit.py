@@ -132,9 +132,9 @@ def audit_schemas(given: Sequence[Schema], workers: int = 2, seed: int = 0) -> A
     start = time.perf_counter()
     audit = Audit(seed=seed)
     texts = {show(s): None for s in given}
-    judged = {found.text: found for found in _spread(_check_rule, [(t, 0, seed, False) for t in texts], workers)}
+    checked = {found.text: found for found in _spread(_check_rule, [(t, 0, seed, False) for t in texts], workers)}
     for schema in given:
-        audit.add(schema.name, judged[show(schema)])
+        audit.add(schema.name, checked[show(schema)])
     audit.seconds = time.perf_counter() - start
     return audit
 
@@ -161,8 +161,8 @@ def _check_foreign_rule(job: tuple[Foreign, int]) -> tuple[Verdicts, str]:
         general = prove(foreign.schema, Effort(QUICK.per_mesh, 2, seed))
         if general.rung == 3 or own.alone == "refused" and not own.sharded:  # for all sizes; or of ops only weft has a meaning for
             status, rung, why = general.status, general.rung, general.counterexample or why
-    told = f"; under sharding: {own.sharded}" if own.sharded not in ("", "sound") else ""
-    return Verdicts("", rung, status + told, why), own.sharded
+    sharded = f"; under sharding: {own.sharded}" if own.sharded not in ("", "sound") else ""
+    return Verdicts("", rung, status + sharded, why), own.sharded
 
 
 def _chunks(pairs: Sequence[Pair], n: int) -> list[list[Pair]]:

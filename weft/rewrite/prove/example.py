@@ -48,8 +48,8 @@ def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: 
     node = instance.inputs[at]
     if not node.layout.held or given[name].numel() > 6:
         return ""
-    held = interp.distribute(given[name], node.type, seed + at)
-    return "   ranks hold " + " ".join("-" if x is None else _show(x) for x in held)
+    values = interp.distribute(given[name], node.type, seed + at)
+    return "   ranks hold " + " ".join("-" if x is None else _show(x) for x in values)
 
 
 def _show(x: torch.Tensor) -> str:
@@ -67,9 +67,9 @@ def explain_types(schema: Schema, forms: Sequence[Form]) -> str:
     for setting in settings(schema, (2, 3), forms, mesh.axes):
         for bound, nodes in typed(setting.left, choices_on(setting, mesh)):
             title = f"  {', '.join(map(str, setting.left))}  ==  {', '.join(map(str, setting.right))}"
-            held = [f"  {h}: {n.type}" for h, n in bound.items()]
+            values = [f"  {h}: {n.type}" for h, n in bound.items()]
             return "\n".join(
-                [*lines, title, f"  on {mesh}", *held, f"  left   {nodes[0].type}", f"  right  {_type_or_reason(setting.right[0], bound)}"]
+                [*lines, title, f"  on {mesh}", *values, f"  left   {nodes[0].type}", f"  right  {_type_or_reason(setting.right[0], bound)}"]
             )
     for left, right in shaped_sides(schema, (2, 3), forms, mesh.axes):
         return "\n".join([*lines, f"  on one device the left is {left}", f"  and the right is {right}"])

@@ -75,8 +75,8 @@ def _unknown_equation(ranks: Sequence[int], keeps: list[tuple[Any, ...]], pointw
     out = ["o0", "o1"]
     for d, k, e in keeps:
         ins[k][d] = out[e] = f"kept{d}"
-    whole = frozenset(x for labels in (*ins, out) for x in labels if not x.startswith("kept"))
-    return Equation(tuple(map(tuple, ins)), (tuple(out),), whole=whole, sizes={"o0": 2, "o1": 2})
+    full = frozenset(x for labels in (*ins, out) for x in labels if not x.startswith("kept"))
+    return Equation(tuple(map(tuple, ins)), (tuple(out),), whole=full, sizes={"o0": 2, "o1": 2})
 
 
 def _unknown_vjp(name: str, linear: tuple[frozenset[int], ...], keeps: list[tuple[Any, ...]], pointwise: bool) -> Any:

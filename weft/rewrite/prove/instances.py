@@ -92,8 +92,8 @@ def settings(schema: Schema, sizes: Sequence[int], forms: Sequence[Form], axes: 
 def _bare(left: tuple[Any, ...], right: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Both sides without communication; items of a merged collective are known by the side that has none."""
     bare = tuple(erased(e) for e in left), tuple(erased(e) for e in right)
-    whole = next((side for side in bare if not _merged(side)), ())
-    return (whole, whole) if any(map(_merged, bare)) else bare
+    full = next((side for side in bare if not _merged(side)), ())
+    return (full, full) if any(map(_merged, bare)) else bare
 
 
 def _shapes_alone(
@@ -197,11 +197,11 @@ def _types_like(exprs: Sequence[Any], bound: Mapping[str, Node], nodes: Sequence
 @lru_cache(maxsize=4096)
 def layouts(mesh: Mesh, shape: tuple[int, ...], roots: bool, inner: bool, extremes: bool) -> tuple[Layout, ...]:
     """Ways to hold a tensor: per axis full, sharded along a dim, partial; at a root, inside a dim or a partial max where asked for."""
-    cuts: list[Placement] = [S(d) for d in range(len(shape))]
-    cuts += [S(d, within=n // 2) for d, n in enumerate(shape) if inner and n % 2 == 0 and n > 2]
-    held: list[Placement] = [P(), *([O(0), O(1)] if roots else []), *([P("max")] if extremes else [])]
+    shards: list[Placement] = [S(d) for d in range(len(shape))]
+    shards += [S(d, within=n // 2) for d, n in enumerate(shape) if inner and n % 2 == 0 and n > 2]
+    placements: list[Placement] = [P(), *([O(0), O(1)] if roots else []), *([P("max")] if extremes else [])]
     found: dict[Layout, None] = {}
-    for places in itertools.product([R, *cuts, *held], repeat=len(mesh.axes)):
+    for places in itertools.product([R, *shards, *placements], repeat=len(mesh.axes)):
         try:
             found[Layout.of(mesh, shape, dict(zip(mesh.axes, places, strict=True)))] = None
         except LayoutError:
@@ -224,9 +224,9 @@ def instances(
 def _by_label(setting: Setting, mesh: Mesh, labels: Labels) -> Iterator[dict[str, list[Node]]]:
     dims = {h: [x for x in labels[h] if x != INT] for h, _, _ in setting.shapes}
     names = list(dict.fromkeys(x for own in dims.values() for x in own))
-    for cut in itertools.product([None, *names], repeat=len(mesh.axes)):
+    for axes in itertools.product([None, *names], repeat=len(mesh.axes)):
         places = {
-            h: {a: S(own.index(x)) if x in own else R for a, x in zip(mesh.axes, cut, strict=True)} for h, own in dims.items()
+            h: {a: S(own.index(x)) if x in own else R for a, x in zip(mesh.axes, axes, strict=True)} for h, own in dims.items()
         }  # fmt: skip
         yield {h: [_input(h, shape, dtype, mesh, Layout.of(mesh, shape, places[h]))] for h, shape, dtype in setting.shapes}
 

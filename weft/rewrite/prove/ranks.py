@@ -21,13 +21,13 @@ def spread(domain: Domain, node: Node) -> Held:
     """What the ranks hold of an input: slices of one tensor, or of one tensor per term of a Partial."""
     layout, name = node.layout, node.attr("name")
     pending = [axis for axis, p in layout.held if isinstance(p, P)]
-    whole: dict[tuple[int, ...], torch.Tensor] = {}
+    full: dict[tuple[int, ...], torch.Tensor] = {}
     out: Held = []
     for at in layout.mesh.places():
         salt = tuple(at[a] for a in pending)
-        if salt not in whole:
-            whole[salt] = domain.draw(name, layout.shape, salt)
-        out.append(interp.take_local(whole[salt], layout, at) if layout.present(at) else None)
+        if salt not in full:
+            full[salt] = domain.draw(name, layout.shape, salt)
+        out.append(interp.take_local(full[salt], layout, at) if layout.present(at) else None)
     return out
 
 
@@ -68,19 +68,19 @@ def _reduced_first(domain: Domain, xs: Held, layout: Layout, axis: str) -> Held:
     return [total, *(torch.zeros_like(total) for _ in xs[1:])] if place.op == "sum" else [total] * len(xs)
 
 
-def denote(domain: Domain, held: Held, type_: Type) -> torch.Tensor:
+def denote(domain: Domain, values: Held, type_: Type) -> torch.Tensor:
     """The global value the ranks hold together; replicas that differ are an error."""
     layout = type_.layout
     for axis, place in layout.held:
         if isinstance(place, P):
-            held = list(held)
+            values = list(values)
             for group in layout.mesh.groups(axis):
-                xs = [held[r] for r in group]
+                xs = [values[r] for r in group]
                 total = None if any(x is None for x in xs) else domain.reduce(xs, place.op)
                 for r in group:
-                    held[r] = total
+                    values[r] = total
             layout = layout.release(axis)
-    return interp.denote(held, type_.with_layout(layout))
+    return interp.denote(values, type_.with_layout(layout))
 
 
 def run(domain: Domain, roots: Iterable[Node], known: Mapping[Node, Held] | None = None) -> dict[Node, Held]:

@@ -32,7 +32,7 @@ def base_labels(shapes: Mapping[str, Sequence[str]]) -> list[str]:
 
 def infer_shapes(exprs: Sequence[object], ranks: Mapping[str, tuple[int, bool]]) -> dict[str, tuple[str, ...]] | None:
     """Labels for every hole, from its rank and whether it is an integer; None where the dims do not fit."""
-    bound = {h: input_node(h, Type(torch.int64 if whole else torch.float64, Layout.of(ALONE, (4,) * n))) for h, (n, whole) in ranks.items()}
+    bound = {h: input_node(h, Type(torch.int64 if full else torch.float64, Layout.of(ALONE, (4,) * n))) for h, (n, full) in ranks.items()}
     try:
         roots = [make_node(e, bound) for e in exprs]
         solved = _Solver(bound).solve(roots)

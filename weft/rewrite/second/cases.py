@@ -53,8 +53,8 @@ class AnyOp:
         return bool(label) and self.out[e : e + 1] == label and label not in self.whole and alone
 
     def __str__(self) -> str:
-        said = f"{', '.join(self.ins)} -> {self.out}" + (f", unsharded {self.whole}" if self.whole else "")
-        return said + (f", linear in {' and '.join(str(sorted(s)) for s in self.linear)}" if self.linear else "")
+        text = f"{', '.join(self.ins)} -> {self.out}" + (f", unsharded {self.whole}" if self.whole else "")
+        return text + (f", linear in {' and '.join(str(sorted(s)) for s in self.linear)}" if self.linear else "")
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ _SETS: dict[int, tuple[tuple[frozenset[int], ...], ...]] = {
 @cache
 def any_ops(arity: int) -> tuple[AnyOp | Lookup, ...]:
     if arity == 1:
-        return tuple(AnyOp((ins,), out, whole, s) for s in _SETS[1] for ins, out, whole in _ONE)
-    two = (AnyOp(ins, out, whole, s) for s in _SETS[2] for ins, out, whole in _TWO)
+        return tuple(AnyOp((ins,), out, full, s) for s in _SETS[1] for ins, out, full in _ONE)
+    two = (AnyOp(ins, out, full, s) for s in _SETS[2] for ins, out, full in _TWO)
     return (*two, *[Lookup()] * 3) if arity == 2 else ()
 
 
@@ -205,8 +205,8 @@ def _sides(sides: Sequence[Sequence[Any]], options: Mapping[str, Sequence[Node]]
                 yield bound, nodes, same
 
 
-def _input(hole: str, shape: Sequence[int], whole: bool, layout: Layout | None = None) -> Node:
-    return input_node(hole, Type(torch.int64 if whole else torch.float64, layout or Layout.of(ALONE, tuple(shape))))
+def _input(hole: str, shape: Sequence[int], full: bool, layout: Layout | None = None) -> Node:
+    return input_node(hole, Type(torch.int64 if full else torch.float64, layout or Layout.of(ALONE, tuple(shape))))
 
 
 def _shapes(schema: Schema, sizes: Sequence[int]) -> dict[str, list[Node]]:
@@ -242,19 +242,19 @@ def _options(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh, roots: bool
     most = {1: 40, 2: 12, 3: 6}.get(len(shapes), 4)
     out = {}
     for h, n in shapes.items():
-        whole = not n.dtype.is_floating_point
-        some = [lay for lay in _layouts(mesh, n.shape, roots) if not (whole and lay.held)]
+        full = not n.dtype.is_floating_point
+        some = [lay for lay in _layouts(mesh, n.shape, roots) if not (full and lay.held)]
         some = some if len(some) <= most else [some[0], *rng.sample(some[1:], most - 1)]
-        out[h] = [_input(h, n.shape, whole, lay) for lay in some]
+        out[h] = [_input(h, n.shape, full, lay) for lay in some]
     return out
 
 
 def _shard_by_label(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh) -> Iterator[dict[str, list[Node]]]:
     dims = {h: [x for x in schema.shapes[h] if x != INT] for h in shapes}
-    for cut in [None, *dict.fromkeys(x for own in dims.values() for x in own)]:
-        places = {h: {mesh.axes[0]: S(own.index(cut)) if cut in own else R} for h, own in dims.items()}
-        laid = {h: Layout.of(mesh, n.shape, places[h]) for h, n in shapes.items()}
-        yield {h: [_input(h, n.shape, not n.dtype.is_floating_point, laid[h])] for h, n in shapes.items()}
+    for sharded in [None, *dict.fromkeys(x for own in dims.values() for x in own)]:
+        places = {h: {mesh.axes[0]: S(own.index(sharded)) if sharded in own else R} for h, own in dims.items()}
+        layouts = {h: Layout.of(mesh, n.shape, places[h]) for h, n in shapes.items()}
+        yield {h: [_input(h, n.shape, not n.dtype.is_floating_point, layouts[h])] for h, n in shapes.items()}
 
 
 def cases(schema: Schema, seed: int = 0) -> Iterator[Case]:
@@ -282,16 +282,16 @@ class _Tries:
         self._known: dict[Any, list[Any]] = {}
 
     def of(self, ops: Any, attrs: Any, mesh: Mesh) -> list[Case]:
-        told = "; ".join([f"{k} is {v}" for k, v in ops.items()] + [f"{k}={v}" for k, v in attrs.items()])
+        text = "; ".join([f"{k} is {v}" for k, v in ops.items()] + [f"{k}={v}" for k, v in attrs.items()])
         found = []
         for shapes, left, right in self._shapes(ops, attrs):
             if mesh is ALONE:
-                found.append(Case(left, right, told))
+                found.append(Case(left, right, text))
             if mesh is ALONE or max((n for x in shapes.values() for n in x.shape), default=0) in LARGE:
                 continue
             sides = [tuple(_filled(e, ops, attrs, True) for e in side) for side in (self.schema.left, self.schema.right)]
-            laid = [(x, y) for options in self._options(shapes, mesh) for _, x, y in _sides(sides, options)]
-            found += [Case(x, y, told) for x, y in self.rng.sample(laid, min(len(laid), 1 if self.schema.op_holes else 4))]
+            layouts = [(x, y) for options in self._options(shapes, mesh) for _, x, y in _sides(sides, options)]
+            found += [Case(x, y, text) for x, y in self.rng.sample(layouts, min(len(layouts), 1 if self.schema.op_holes else 4))]
         return found
 
     def _shapes(self, ops: Any, attrs: Any) -> list[Any]:

@@ -137,15 +137,15 @@ class Meaning:
 
     def reduced_values(self, node: Node) -> list[Array]:
         """What every rank would hold were its partial sums done."""
-        held = list(self.local_values(node))
+        values = list(self.local_values(node))
         for axis, place in node.layout.held:
             if isinstance(place, P):
                 for group in node.mesh.groups(axis):
-                    xs = [held[r] for r in group]
+                    xs = [values[r] for r in group]
                     done = None if any(x is None for x in xs) else self._folded(xs, place.op)
                     for r in group:
-                        held[r] = done
-        return held
+                        values[r] = done
+        return values
 
     def _folded(self, xs: list[Array], kind: str) -> Array:
         return boxed(xs[0].shape, (self.total(list(column), kind) for column in zip(*(x.reshape(-1) for x in xs), strict=True)))
@@ -155,10 +155,10 @@ class Meaning:
     def _moved(self, node: Node, args: list[list[Array]], places: Sequence[Place]) -> list[Array]:
         axis = node.attr("axis")
         outs = []
-        for arg, type_, held in zip(node.args, node.types, args, strict=True):
+        for arg, type_, values in zip(node.args, node.types, args, strict=True):
             out: list[Array] = [None] * len(places)
             for group in node.mesh.groups(axis):
-                tables = [_table(held[r], arg.layout, places[r]) for r in group]
+                tables = [_table(values[r], arg.layout, places[r]) for r in group]
                 for k, r in enumerate(group):
                     out[r] = self._fetched(tables, k, arg.layout, type_.layout, axis, places[r])
             outs.append(out)
@@ -288,8 +288,8 @@ def _table(x: Array, layout: Layout, at: Place) -> dict[Any, Any] | None:
     return None if x is None else dict(zip(itertools.product(*_positions(layout, at)), x.reshape(-1), strict=True))
 
 
-def _seen(a: Array, labels: Sequence[str], env: Mapping[str, int], whole: frozenset[str]) -> list[Any]:
-    at = tuple(0 if x == ONE else slice(None) if x in whole else env[x] for x in labels)
+def _seen(a: Array, labels: Sequence[str], env: Mapping[str, int], full: frozenset[str]) -> list[Any]:
+    at = tuple(0 if x == ONE else slice(None) if x in full else env[x] for x in labels)
     return list(boxed((), [a[at]]).reshape(-1)) if not isinstance(a[at], np.ndarray) else list(a[at].reshape(-1))
 
 
@@ -321,9 +321,9 @@ def _einsum(m: Meaning, node: Node, shape: Any, *xs: Array) -> Array:
 
 def _sum(m: Meaning, node: Node, shape: Any, x: Array) -> Array:
     kept = [d for d in range(x.ndim) if d not in node.attr("dims")]
-    turned = np.transpose(x, [*kept, *node.attr("dims")])
+    transposed = np.transpose(x, [*kept, *node.attr("dims")])
     shape = [x.shape[d] for d in kept]
-    out = boxed(shape, (m.total(list(turned[i].reshape(-1))) for i in _indices(shape)))
+    out = boxed(shape, (m.total(list(transposed[i].reshape(-1))) for i in _indices(shape)))
     return np.expand_dims(out, tuple(node.attr("dims"))) if node.attr("keepdim") else out
 
 

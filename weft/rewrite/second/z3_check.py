@@ -81,8 +81,8 @@ def pairs(case: Case) -> tuple[Meaning, list[tuple[Any, Any]]]:
 
 
 def _values(m: Meaning, node: Node) -> list[Array]:
-    held = m.reduced_values(node) if len(node.types) == 1 else m.local_values(node)
-    return [v for x in held for v in (x if isinstance(x, tuple) else (x,))]
+    values = m.reduced_values(node) if len(node.types) == 1 else m.local_values(node)
+    return [v for x in values for v in (x if isinstance(x, tuple) else (x,))]
 
 
 def _same(x: Array, y: Array) -> list[tuple[Any, Any]]:
@@ -96,11 +96,11 @@ def _same(x: Array, y: Array) -> list[tuple[Any, Any]]:
 def _against_one(m: Meaning, node: Node) -> Iterator[tuple[Any, Any]]:
     if len(node.types) > 1:
         return
-    whole = m.alone(node)
+    full = m.alone(node)
     for at, x in zip(node.mesh.places(), m.reduced_values(node), strict=True):
         if x is not None:
             where = [node.layout.positions(d, at).tolist() for d in range(node.ndim)]
-            yield from _same(x, whole[_mesh_of(where)])
+            yield from _same(x, full[_mesh_of(where)])
 
 
 def _mesh_of(where: list[list[int]]) -> Any:

@@ -59,8 +59,8 @@ def _slice_backward(r: Recorder, ct: Node, shape: Any, dim: int, start: int, end
     (_, (dim, lo, hi, by)) = _slice(tuple(shape), dim, start, end, step)[0]
     if by == 1:
         return pad(ct, dim, lo, shape[dim] - hi)
-    cut = narrow(full(shape, 0.0, r.mesh, ct.dtype), dim, lo, hi, by)
-    return cut.op.vjp(cut, ct)[0]
+    narrowed = narrow(full(shape, 0.0, r.mesh, ct.dtype), dim, lo, hi, by)
+    return narrowed.op.vjp(narrowed, ct)[0]
 
 
 @aten("select_backward")

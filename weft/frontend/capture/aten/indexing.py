@@ -288,10 +288,10 @@ def _argmin(r: Recorder, x: Node, dim: int | None = None, keepdim: bool = False)
 @aten("max.dim")
 def _max_dim(r: Recorder, x: Node, dim: int, keepdim: bool = False, least: bool = False) -> list[Node]:
     """The value at the first largest index, so that its gradient goes to that one alone, as torch's does."""
-    whole, dim = _line(x), dim % max(x.ndim, 1)
-    index = order.argmax(whole, dim, least)
-    kept = tuple(1 if d == dim else n for d, n in enumerate(whole.shape))
-    values = embed.gather(whole, reshape(index, kept), dim)
+    full, dim = _line(x), dim % max(x.ndim, 1)
+    index = order.argmax(full, dim, least)
+    kept = tuple(1 if d == dim else n for d, n in enumerate(full.shape))
+    values = embed.gather(full, reshape(index, kept), dim)
     shape = tuple(n for d, n in enumerate(kept) if keepdim or d != dim) if x.ndim else ()
     return [reshape(values, shape), reshape(index, shape)]
 

@@ -188,8 +188,8 @@ def _nll(r: Recorder, logp: Node, target: Node, weight: Any, reduction: int, ign
     losses, total = w.neg(w.mul(picked, share)), wr.sum_(share, dims=tuple(range(share.ndim)))
     if reduction == 0:
         return [losses, total]
-    whole = reduced(losses, "sum")
-    return [w.div(whole, total) if reduction == 1 else whole, total]
+    full = reduced(losses, "sum")
+    return [w.div(full, total) if reduction == 1 else full, total]
 
 
 # -- dropout: keyed by the step's seed, the site and the global index --------------------------------------------------------

@@ -96,9 +96,9 @@ def plain(act: Callable[[Tensor], Tensor]) -> Cell:
 
 def _layer(cell: Cell, packed: _Packed, state: tuple[Tensor, ...], weights: Sequence[Tensor], projection: Any, back: bool) -> Any:
     """One direction of a layer: what it gives at every time, zeros where a sequence has ended, and the state it ends with."""
-    way, recurrent, *biases = weights
+    weight, recurrent, *biases = weights
     alive, outs = packed.alive, []
-    steps = F.linear(packed.padded, way, biases[0] if biases else None).unbind(0)
+    steps = F.linear(packed.padded, weight, biases[0] if biases else None).unbind(0)
     for t in reversed(range(len(steps))) if back else range(len(steps)):
         new = cell(steps[t], state, recurrent, biases[1] if biases else None)
         new = new if projection is None else (F.linear(new[0], projection), *new[1:])

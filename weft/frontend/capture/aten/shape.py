@@ -100,11 +100,11 @@ def _unbind(shape: Shape, dim: int = 0) -> list[list[Step]]:
 def _split(shape: Shape, size: int, dim: int = 0) -> list[list[Step]]:
     """Equal parts are a dim of their own, so that what is inside a part can still be sharded."""
     dim %= len(shape)
-    whole = shape[dim]
-    if size and whole % size == 0 and whole > size:
-        parts = (*shape[:dim], whole // size, size, *shape[dim + 1 :])
-        return [[("reshape", parts), *_select(parts, dim, i)] for i in range(whole // size)]
-    return _split_sizes(shape, [min(size, whole - at) for at in range(0, max(whole, 1), max(size, 1))], dim)
+    full = shape[dim]
+    if size and full % size == 0 and full > size:
+        parts = (*shape[:dim], full // size, size, *shape[dim + 1 :])
+        return [[("reshape", parts), *_select(parts, dim, i)] for i in range(full // size)]
+    return _split_sizes(shape, [min(size, full - at) for at in range(0, max(full, 1), max(size, 1))], dim)
 
 
 @views("split_with_sizes")

@@ -51,8 +51,8 @@ def _full(r: Recorder, size: Any, value: Any, dtype: Any = None, **_: Any) -> No
 @aten("arange")
 def _arange(r: Recorder, *bounds: Any, dtype: Any = None, **_: Any) -> Node:
     start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
-    whole = all(isinstance(x, int) for x in (start, end, step))
-    kind = dtype or (torch.int64 if whole else torch.get_default_dtype())
+    full = all(isinstance(x, int) for x in (start, end, step))
+    kind = dtype or (torch.int64 if full else torch.get_default_dtype())
     return arange(max(0, math.ceil((end - start) / step)), r.mesh, start=start, step=step, dtype=kind)
 
 
