@@ -80,8 +80,8 @@ class Program:
         names = {n: f"%{n.attrs[0]}" if n.op is INPUT else f"%{i}" for i, n in enumerate(self.nodes)}
         lines = []
         for n in self.nodes:
-            said = [names[a] for a in n.args] + [repr(a) for a in n.attrs if n.op is not INPUT]
-            lines.append(f"  {names[n]} = {n.op.name}({', '.join(said)})".ljust(40) + str(n.type))
+            given = [names[a] for a in n.args] + [repr(a) for a in n.attrs if n.op is not INPUT]
+            lines.append(f"  {names[n]} = {n.op.name}({', '.join(given)})".ljust(40) + str(n.type))
         return "\n".join([*lines, f"  return {', '.join(f'{k}={names[n]}' for k, n in self.outputs.items())}"])
 
 

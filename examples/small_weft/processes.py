@@ -26,10 +26,10 @@ def on_real_ranks(p: Program, values: Mapping[str, Tensor], steps: int = 1) -> d
         ranks = [context.Process(target=rank_main, args=(r, p, locals_, steps, folder, answers), daemon=True) for r in range(mesh_of(p).ranks)]
         for process in ranks:
             process.start()
-        said = dict(answers.get(timeout=100) for _ in ranks)
+        message = dict(answers.get(timeout=100) for _ in ranks)
         for process in ranks:
             process.join()
-    return {name: collect([torch.from_numpy(said[r][name]) for r in range(len(ranks))], node.type) for name, node in p.outputs.items()}
+    return {name: collect([torch.from_numpy(message[r][name]) for r in range(len(ranks))], node.type) for name, node in p.outputs.items()}
 
 
 def mesh_of(p: Program) -> Mesh:

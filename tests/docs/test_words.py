@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ FUNCTIONS = {
     "alike", "apart", "deal", "foresaw", "foresee", "foreseen", "foresight", "foretell", "heard", "judged", "laid", "lay", "lie", "mover", "near",
     "pretended", "quick", "ruled", "says", "stray", "tailor", "teach", "told", "travel", "travels", "trust", "turned", "turns", "wholes", "wish",
 }  # fmt: skip
+# Nor a variable or a parameter.
+VARIABLES = {"heard", "judged", "lie", "lies", "mover", "said", "settled", "stray", "turned", "wholes"}
 WANTED = (
     "predicted", "sharded", "replicated", "partial", "recompute", "activation checkpointing", "overlapped", "exposed communication", "pipeline", "micro-batch",
     "data-parallel", "tensor parallelism", "sequence parallel", "context parallelism", "expert parallelism", "Ulysses", "FSDP", "ZeRO", "DeviceMesh", "DTensor",
@@ -104,6 +107,20 @@ def test_modules_and_classes_are_named_by_the_words_of_the_field(room: Path) -> 
 def test_functions_are_named_by_the_words_of_the_field(room: Path) -> None:
     functions = ((path, n.name) for path in sorted(room.rglob("*.py")) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in functions if parts(name) & FUNCTIONS]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[p.name for p in ROOMS])
+def test_variables_are_named_by_the_words_of_the_field(room: Path) -> None:
+    assert not [f"{path.relative_to(ROOT)}, line {line}: {name}" for path in sorted(room.rglob("*.py")) for line, name in bound(path) if name in VARIABLES]
+
+
+def bound(path: Path) -> Iterator[tuple[int, str]]:
+    """Variables that are written and parameters, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
 
 
 def names(path: Path) -> list[str]:
