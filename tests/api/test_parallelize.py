@@ -252,3 +252,15 @@ def test_options_are_one_object_or_keywords() -> None:
     assert Options.of(Options(clip=1.0), {"seed": 3}) == Options(clip=1.0, seed=3)
     with pytest.raises(PlanError, match=r"parallelize has no option nonsense(.|\n)*clip"):
         Options.of(None, {"nonsense": True})
+    with pytest.raises(PlanError, match=r"no option clp(.|\n)*try     clip="):
+        Options.of(None, {"clp": 1.0})
+    with pytest.raises(PlanError, match=r'no option zero(.|\n)*try     plan="dp2,zero1"'):
+        Options.of(None, {"zero": 1})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    from weft.api.options import device_for
+
+    with pytest.raises(PlanError, match="device='cuda' is not on this machine"):
+        device_for(torch.nn.Linear(2, 2), "cuda")

@@ -131,11 +131,20 @@ def device_for(model: nn.Module, device: str | torch.device | None) -> torch.dev
     """The device asked for; else that of the model's parameters; a model on the CPU or on `meta` goes to this rank's
     accelerator where the process group has a backend for it."""
     if device is not None:
-        return torch.device(device)
+        return _usable(torch.device(device))
     device_of = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
     if device_of is not None or not dist.is_initialized():
         return device_of or torch.device("cpu")
     return own_accelerator() or torch.device("cpu")
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
+        raise PlanError(
+            f"device={str(device)!r} is not on this machine", needed="a device that PyTorch finds", found=f"{device.type} is not available",
+            try_="leave device= out: a GPU is used where there is one",
+        )  # fmt: skip
+    return device
 
 
 def spec_of(mesh: Any) -> Spec:

@@ -23,7 +23,7 @@ def watch(
 
     file, seen, since, announced = Path(run) / FILE, 0.0, time.monotonic(), False
     if not file.exists():
-        console.print(f"waiting for a run in {run}", markup=False, highlight=False)
+        console.print(f"waiting for a run in {run}, at most {patience:g} s", markup=False, highlight=False)
     while time.monotonic() - since <= patience:
         now = file.stat().st_mtime if file.exists() else 0.0
         if now > seen:

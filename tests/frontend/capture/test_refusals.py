@@ -75,6 +75,10 @@ def test_one_hot_without_classes():
 def test_a_loss_that_is_no_number():
     with pytest.raises(CaptureError, match="the loss is not a scalar"):
         capture(Net(lambda x: x), (X,), lambda m, b: m(*b), gradients=True)
+    with pytest.raises(CaptureError, match=r"found   NoneType\n  try     return the loss"):
+        capture(Net(lambda x: x), (X,), lambda m, b: None, gradients=True)
+    with pytest.raises(CaptureError, match=r"found   float\n  try     return the tensor itself"):
+        capture(Net(lambda x: x), (X,), lambda m, b: 1.0, gradients=True)
 
 
 def test_a_loss_of_no_parameter():
