@@ -235,6 +235,31 @@ def test_gradients_are_taken_where_the_call_was_made() -> None:
     assert torch.allclose(layer.bias.grad, layer(x))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("at", [torch.tensor([1, -1, 0]), torch.tensor([[2], [0]]), torch.tensor(3)], ids=["some", "two dims", "one"])
+@pytest.mark.parametrize("shape", [(4,), (4, 2)])
+def test_elements_that_an_index_of_each_call_names(shape: tuple[int, ...], at: torch.Tensor) -> None:
+    w = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+    def pick(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return (x * w)[i] * 2
+
+    x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
+    found = []
+    for function in (dynamic.batched(pick), pick):
+        out = torch.stack([function(a, (at + k) % 4 - (at < 0) * 4) for k, a in enumerate(x)])
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, w])])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-12)
+
+
+def test_an_op_that_vmap_takes_row_by_row_is_refused_in_words() -> None:
+    w = nn.Parameter(torch.randn(2, 3, 3))
+    call = dynamic.batched(lambda x: nn.functional.bilinear(x[None], x[None], w)[0])
+    with pytest.raises(StructureError, match="no way to do an op for many vertices at once"):
+        torch.stack([call(torch.randn(3)), call(torch.randn(3))])
+    dynamic.flush()
+
+
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_cells(cell: Any) -> None:
     torch.manual_seed(0)

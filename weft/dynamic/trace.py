@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
 from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
-from weft.ops.fill import full_op
+from weft.ops.embed import gather, take_op
+from weft.ops.fill import arange_op, full_op
 from weft.ops.linalg import einsum_op, matmul
-from weft.ops.pointwise import add, lt, where
-from weft.ops.shape import narrow, narrow_op, permute, reshape_op
+from weft.ops.pointwise import add, lt, mul, where
+from weft.ops.shape import expand, expand_op, narrow, narrow_op, permute, reshape, reshape_op
 from weft.ops.source import input_node
 
 Function = Callable[[Vertex], None]
@@ -184,7 +186,8 @@ def output_name(kind: str, name: str) -> str:
 
 def _plainer(program: Program) -> dict[Node, Node]:
     """x w' as a matmul; a chunk of the last dim, which torch takes from a view of two dims, as a part of that dim; sums that start with zeros
-    without these; an edge's vertex, never negative."""
+    without these; of each row the elements that an index of its own names, which torch.vmap takes from all rows laid end to end; an edge's
+    vertex, never negative."""
     found, at = dict[Node, Node](), program.input_names.get(AT)
     for n in program.nodes:
         args = [remade([a], found)[a] for a in n.args]
@@ -192,11 +195,31 @@ def _plainer(program: Program) -> dict[Node, Node]:
             found[n] = matmul(args[0], permute(args[1], 1, 0))
         elif n.op is reshape_op and (part := _chunk(args[0], n.shape)) is not None:
             found[n] = part
+        elif n.op is take_op and n.attr("dim") == 0 and (picked := _picked(*args)) is not None:
+            found[n] = picked
         elif n.op is add and args[0].op is full_op and args[0].attr("value") == 0 and n.types == args[1].types:
             found[n] = args[1]
         elif n.op is where and args[2] is at and args[0].op is lt and args[0].args[0] is at:
             found[n] = args[2]
     return found
+
+
+def _picked(table: Node, index: Node) -> Node | None:
+    """take(x as [rows * n, ...], row * n + i) is what i names of each row of x."""
+    if table.op is not reshape_op or index.op is not add or index.args[0].op is not mul:
+        return None
+    (x,), (start, i), row = table.args, index.args, index.args[0].args[0]
+    while row.op in (reshape_op, expand_op):
+        row = row.args[0]
+    each = start.args[1]
+    counts = row.op is arange_op and (row.attr("start"), row.attr("step")) == (0, 1) and row.shape == x.shape[:1] == i.shape[:1]
+    if not counts or x.ndim < 2 or x.shape[0] not in (ROWS, EDGES) or not each.op.is_number or each.attr("value") != x.shape[1]:
+        return None
+    rest, wide = x.shape[2:], reshape(i, (i.shape[0], prod(i.shape[1:])))
+    if table.shape != (x.shape[0] * x.shape[1], *rest):
+        return None
+    wide = expand(reshape(wide, (*wide.shape, *(1,) * len(rest))), (*wide.shape, *rest))
+    return reshape(gather(x, wide, 1), (*i.shape, *rest))  # type: ignore[no-any-return]
 
 
 def _chunk(part: Node, shape: Shape) -> Node | None:
@@ -282,7 +305,7 @@ def _all_rows_at_once(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Batching rule not implemented" not in str(error):
+        if not any(words in str(error) for words in ("Batching rule not implemented", "hit the vmap fallback")):
             raise
         raise StructureError(
             f"vertex function {name!r}: torch.vmap has no way to do an op for many vertices at once", needed="ops that torch.vmap takes",

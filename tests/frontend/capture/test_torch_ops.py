@@ -221,6 +221,7 @@ INDEX = {
     "index second": (lambda x: x[:, IDS], X),
     "index two": (lambda x: x[IDS[:3], IDS[1:]], draw(5, 4)),
     "index negative": (lambda x: x[torch.tensor([-1, 0])], X),
+    "index counted from the end": (lambda x: x[torch.arange(-2, 1)] + x[torch.arange(-3, 0)[:, None], torch.arange(-4, 0)], X),
     "index apart": (lambda x: x[IDS[:2], :, IDS[2:]], draw(4, 3, 5)),
     "index middle": (lambda x: x[:, IDS[:2, None], IDS[None, 2:]], draw(2, 4, 5)),
     "index with slice": (lambda x: x[1:, IDS], X),

@@ -25,8 +25,10 @@ from weft.ops.shape import expand, expand_op, narrow, permute, reshape, reshape_
 
 def _wrapped(index: Node, size: int) -> Node:
     """Negative indices counted from the end, as torch counts them; known sources of integers need none of it."""
-    source = index.args[0] if index.op.is_item else index
-    if source.op in (arange_op, argmax_op, topk_op, sort_op):
+    source = index
+    while source.op in (reshape_op, expand_op) or source.op.is_item:
+        source = source.args[0]
+    if source.op in (argmax_op, topk_op, sort_op) or (source.op is arange_op and min(source.attr("start"), source.attr("step")) >= 0):
         return index
     return w.where(w.lt(index, 0), w.add(index, size), index)
 
