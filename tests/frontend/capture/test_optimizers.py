@@ -294,4 +294,4 @@ def test_torchs_own_inputs():
                 torch.testing.assert_close(values[f"param.{name}"], want.detach(), atol=far, rtol=1e-11, msg=lambda m, g=given: f"{g.desc}: {m}")
     assert refused.keys() == {"LBFGS", "SparseAdam"}
     assert "LBFGS takes a closure and computes the loss itself" in refused["LBFGS"]
-    assert "SparseAdam does not support dense gradients" in refused["SparseAdam"]
+    assert "SparseAdam does not support dense gradients" in refused["SparseAdam"] and "such as torch.optim.Adam" in refused["SparseAdam"]

@@ -82,7 +82,7 @@ def explained():
             raise CaptureError(
                 "weft has no nested tensors",
                 needed="tensors whose dims have one size each",
-                found=f"{type(error).__name__}: {error}".splitlines()[0],
+                found="one that holds samples of several sizes",
                 try_="padded tensors and a mask, or packed documents with their offsets",
                 **_shown(error),
             ) from error

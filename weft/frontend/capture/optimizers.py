@@ -191,6 +191,7 @@ def _traced(
                 f"{name}.step() cannot be followed",
                 needed="an update that torch makes of dense gradients, in ops on tensors",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                try_="an optimizer that plain torch runs on dense gradients, such as torch.optim.Adam",
             ) from error
 
 
