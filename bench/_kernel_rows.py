@@ -92,7 +92,7 @@ def _products(rows: list[Cells]) -> Iterator[Table]:
 
 def _product(profile: Profile, rows: Sequence[Cells]) -> Any:
     (m, n, k), dtype = _numbers(rows, "m", "n", "k"), rows[0]["dtype"]
-    found = kernels.product(profile.device, m, n, k, 1, dtype)
+    found = kernels.matmul(profile.device, m, n, k, 1, dtype)
     return found + kernels.quantise(profile.device, m, k) if dtype == "fp8" else found
 
 
@@ -116,7 +116,7 @@ def _rates(rows: list[Cells]) -> Iterator[Table]:
 def _rate(profile: Profile, rows: Sequence[Cells], dtype: str) -> Any:
     """Single calls, with the gap before each."""
     gap = profile.device.get("kernel.launch")
-    return np.array([gap + kernels.product(profile.device, *(int(r[c]) for c in ("m", "n", "k", "b")), dtype) for r in rows])
+    return np.array([gap + kernels.matmul(profile.device, *(int(r[c]) for c in ("m", "n", "k", "b")), dtype) for r in rows])
 
 
 def _of_rate(row: Cells) -> float:

@@ -24,7 +24,7 @@ import numpy as np
 from bench._rows import Row, read
 from weft.cluster import collectives
 from weft.cluster.collectives import Ranks
-from weft.cluster.kernels import product
+from weft.cluster.kernels import matmul
 from weft.cluster.profile import FOLDER, Constant, Device, Profile, load
 from weft.cluster.spec import Cluster, Nodes
 
@@ -59,7 +59,7 @@ def gemm_task(truth: Path, code: str, dtype: str, names: tuple[str, ...], kind: 
         return int(row["m"]), int(row["n"]), int(row["k"]), int(row["b"])
 
     return Task(
-        names, rows, lambda r: 2 * prod(sizes(r)) / float(r["flops"]), lambda p, r: product(_in_a_burst(p), *sizes(r), kind),
+        names, rows, lambda r: 2 * prod(sizes(r)) / float(r["flops"]), lambda p, r: matmul(_in_a_burst(p), *sizes(r), kind),
         f"fitted: half of the rows of openxla's matmul table for {code}, {dtype}",
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def _gains(device: Device, a: Node, b: Node) -> bool:
         if changed and not _free(operand):
             value = operand.meta["val"]
             turned = 1 if value.is_contiguous() else TURN
-            then += kernels.touch(device, 2.0 * turned * value.numel() * value.element_size(), 1)
+            then += kernels.memory_bound(device, 2.0 * turned * value.numel() * value.element_size(), 1)
     return device_seconds(device, now) > GAIN * then
 
 

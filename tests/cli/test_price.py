@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.core.errors import PlanError
-from weft.plan.price_configuration import judge
+from weft.plan.price_configuration import price_configuration as price
 
 TOML = """
 [job]
@@ -51,14 +51,14 @@ def test_what_would_be_better_and_the_keys_that_lead_there(tmp_path: Path) -> No
 
 
 def test_arguments_of_megatron_say_their_model() -> None:
-    found = judge(f"{SIZES} --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16 --bf16 --weird-one 3", "1x4xA100", better=False)
+    found = price(f"{SIZES} --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16 --bf16 --weird-one 3", "1x4xA100", better=False)
     assert found.read.setting.dp == 2 and found.read.unused == ("weird-one",) and found.figures["step_ms"] > 0
-    named = judge("--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16 --bf16", "1x4xA100", "gpt2", better=False)
+    named = price("--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16 --bf16", "1x4xA100", "gpt2", better=False)
     assert named.figures["step_ms"] == pytest.approx(found.figures["step_ms"], rel=1e-9)
 
 
 def test_what_does_not_fit_is_said_and_one_that_does_is_found() -> None:
-    found = judge('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}}', "1x8xH100", "llama3-8b")
+    found = price('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}}', "1x8xH100", "llama3-8b")
     assert not found.fits and found.better is not None and found.better["memory_gb"] <= 85.0
 
 
@@ -71,4 +71,4 @@ def test_what_does_not_fit_is_said_and_one_that_does_is_found() -> None:
 )  # fmt: skip
 def test_refusals(text: str, model: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        judge(text, "1x8xA100", model, better=False)
+        price(text, "1x8xA100", model, better=False)

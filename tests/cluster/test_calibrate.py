@@ -29,7 +29,7 @@ def test_products_give_back_their_surface() -> None:
     device = load("H100").device
     shapes = [(m, n, k, 1, "bf16") for m in (512, 2048, 8192) for n in (512, 8192) for k in (256, 4096)]
     burst = Device("H100", {**device.constants, "gemm.sustained": device.constants["units"].__class__(1.0, "measured")})
-    timed = [MatmulTime(*s, kernels.product(burst, *s)) for s in shapes]
+    timed = [MatmulTime(*s, kernels.matmul(burst, *s)) for s in shapes]
     found = calibrate._fit_matmuls(device, timed, "bf16", "measured: a test")
     assert found.get("gemm.efficiency") == pytest.approx(device.get("gemm.efficiency"), rel=0.05)
 
@@ -99,7 +99,7 @@ def test_what_products_lose_in_a_step() -> None:
     device = Device("here", {**here.constants, **rates, "gemm.sustained": Constant(1.0, "measured")})
     sizes = ((measure.ROWS, 4 * measure.WIDTH, measure.WIDTH), (measure.ROWS, measure.WIDTH, 4 * measure.WIDTH),
              (4 * measure.WIDTH, measure.WIDTH, measure.ROWS))  # fmt: skip
-    products = measure.DEPTH * 2 * sum(kernels.product(device, *s, 1, "fp32") for s in sizes)
+    products = measure.DEPTH * 2 * sum(kernels.matmul(device, *s, 1, "fp32") for s in sizes)
     assert calibrate._in_a_step(device, products, "measured: a test").get("gemm.sustained") == 1.0
     assert 0.5 <= calibrate._in_a_step(device, 3 * products, "measured: a test").get("gemm.sustained") < 0.9
 
@@ -120,7 +120,7 @@ def test_passes_over_stored_scores_are_what_products_and_exponentials_leave() ->
     device = Device("here", {**load("x86-2").device.constants, "rate.exp": Constant(1e9, "measured")})
     heads = passes.SAMPLES * passes.HEADS
     count = heads * passes.KEYS**2
-    product = kernels.product(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
+    product = kernels.matmul(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
     took = {"scores.attention": 2 * product + 2 * count / 1e9 + count / 2e8, "scores.attention_backward": 5 * product + count / 1e9 + count / 1e8}
     found = calibrate._with_scores(device, took, "measured: a test")
     assert found.get("rate.scores.attention") == pytest.approx(2e8, rel=1e-3)

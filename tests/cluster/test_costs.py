@@ -26,7 +26,7 @@ def test_single_calls_near_a_table(m: int, n: int, k: int, rate: float) -> None:
     # the table times bursts; training runs at the clocks the power limit leaves
     constants = {**load("H100").device.constants, "gemm.sustained": Constant(1.0, "assumed: a burst")}
     device = Device("H100", constants)
-    seconds = kernels.product(device, m, n, k, 1, "bf16") + device.get("kernel.launch")
+    seconds = kernels.matmul(device, m, n, k, 1, "bf16") + device.get("kernel.launch")
     assert 2e-12 * m * n * k / seconds == pytest.approx(rate, rel=0.15)
 
 
@@ -38,12 +38,12 @@ def test_single_calls_near_a_table(m: int, n: int, k: int, rate: float) -> None:
 def test_products_near_the_table(m: int, n: int, k: int, us: float) -> None:
     # the table times bursts; training runs at the clocks the power limit leaves
     constants = {**load("H100").device.constants, "gemm.sustained": Constant(1.0, "assumed: a burst")}
-    assert 1e6 * kernels.product(Device("H100", constants), m, n, k, 1, "bf16") == pytest.approx(us, rel=0.15)
+    assert 1e6 * kernels.matmul(Device("H100", constants), m, n, k, 1, "bf16") == pytest.approx(us, rel=0.15)
 
 
 def test_one_more_row_costs_nothing_to_speak_of() -> None:
     device = load("H100").device
-    assert kernels.product(device, 8191, 4096, 4096, 1, "bf16") == pytest.approx(kernels.product(device, 8192, 4096, 4096, 1, "bf16"), rel=0.02)
+    assert kernels.matmul(device, 8191, 4096, 4096, 1, "bf16") == pytest.approx(kernels.matmul(device, 8192, 4096, 4096, 1, "bf16"), rel=0.02)
     rows = Gemm(8191, 4096, 4096)
     back = Gemm(4096, 4096, 8191, loose="k")  # the gradient of the weight sums over rows
     assert device_seconds(device, rows) == pytest.approx(device_seconds(device, back), rel=0.1)
@@ -52,14 +52,14 @@ def test_one_more_row_costs_nothing_to_speak_of() -> None:
 def test_many_products_at_once_are_the_same() -> None:
     device, sizes = load("B200").device, ((64, 512, 512), (4097, 1024, 8192), (16384, 50257, 4096))
     m, n, k = (np.array(x) for x in zip(*sizes, strict=True))
-    assert kernels.product(device, m, n, k, 1, "bf16") == pytest.approx([kernels.product(device, *x, 1, "bf16") for x in sizes])
+    assert kernels.matmul(device, m, n, k, 1, "bf16") == pytest.approx([kernels.matmul(device, *x, 1, "bf16") for x in sizes])
 
 
 @pytest.mark.parametrize("kind", ["A100", "H100", "B200", "V100"])
 def test_products_are_never_faster_than_the_device(kind: str) -> None:
     device = load(kind).device
     for m, n, k in [(64, 64, 64), (8192, 8192, 8192), (16, 50257, 4096), (4096, 1, 4096)]:
-        seconds = kernels.product(device, m, n, k, 1, "fp16")
+        seconds = kernels.matmul(device, m, n, k, 1, "fp16")
         assert seconds >= 2 * m * n * k / device.peak("fp16")
         assert seconds >= 2 * (m * k + k * n + m * n) / device.get("memory.bandwidth")
 
@@ -70,20 +70,20 @@ def test_what_has_no_elements_has_a_price(kind: str) -> None:
     device = load(kind).device
     for sizes in itertools.product((0, 64), repeat=3):
         for given in (sizes, np.array([sizes, sizes]).T):
-            seconds = kernels.product(device, *given, 1, "fp32")
-            assert np.all(seconds >= 0) and np.all(seconds <= kernels.product(device, 64, 64, 64, 1, "fp32"))
+            seconds = kernels.matmul(device, *given, 1, "fp32")
+            assert np.all(seconds >= 0) and np.all(seconds <= kernels.matmul(device, 64, 64, 64, 1, "fp32"))
         assert 0 <= kernels.attention(device, 1, 2, *sizes, 0.0, "fp16") < 1
 
 
 def test_odd_rows_are_slow() -> None:
     device = load("A100").device
-    assert kernels.product(device, 4096, 50257, 1024, 1, "fp16") > 1.8 * kernels.product(device, 4096, 50264, 1024, 1, "fp16")
+    assert kernels.matmul(device, 4096, 50257, 1024, 1, "fp16") > 1.8 * kernels.matmul(device, 4096, 50264, 1024, 1, "fp16")
 
 
 def test_cached_passes_are_faster_where_the_cache_is_known() -> None:
     device = load("x86-2").device
     small = device.get("cache.bytes")
-    per_byte = [kernels.touch(device, size, 1) - device.get("kernel.launch") for size in (small, 64 * small)]
+    per_byte = [kernels.memory_bound(device, size, 1) - device.get("kernel.launch") for size in (small, 64 * small)]
     assert per_byte[1] > 64 * per_byte[0]
 
 
@@ -136,10 +136,10 @@ def test_an_unknown_collective() -> None:
 
 def test_products_in_four_bits_are_faster_where_the_device_has_them() -> None:
     device = load("B200").device
-    four, eight = (kernels.product(device, 8192, 8192, 8192, 1, dtype) for dtype in ("fp4", "fp8"))
+    four, eight = (kernels.matmul(device, 8192, 8192, 8192, 1, dtype) for dtype in ("fp4", "fp8"))
     assert 0.45 * eight < four < 0.7 * eight and kernels.kept_width("fp4") == kernels.kept_width("fp8") == 2
     with pytest.raises(ClusterError, match="fp4"):
-        kernels.product(load("H100").device, 8192, 8192, 8192, 1, "fp4")
+        kernels.matmul(load("H100").device, 8192, 8192, 8192, 1, "fp4")
 
 
 def test_grouped_products_take_the_faster_of_two_dtypes_and_no_less_than_their_flops() -> None:

@@ -61,7 +61,7 @@ def ways(found: Found) -> set[str]:
 
 
 def test_the_host_keeps_layers_where_that_is_faster(search: Search) -> None:
-    """On the joint hull: no slower than recompute alone, and only as much as its link has time for."""
+    """On the joint front: no slower than recompute alone, and only as much as its link has time for."""
     s, tight = setting(search), Search(search.problem)
     tight.__dict__["memory"] = cut(search, s).memory * 0.8
     both, alone = cut(tight, s), cut(tight, s, Measure(host=False))
@@ -121,8 +121,8 @@ def test_interleaved_stages_are_mixed_too(search: Search) -> None:
 
 
 def test_the_least_that_must_be_run_again_is_on_the_hull() -> None:
-    hull = [Point(0.0, 10.0, "none"), Point(1.0, 6.0, "activation"), Point(4.0, 2.0, "full")]
-    assert [least_more(hull, kept) for kept in (12.0, 10.0, 8.0, 6.0, 4.0, 1.0)] == [0.0, 0.0, 0.5, 1.0, 2.5, 4.0]
+    front = [Point(0.0, 10.0, "none"), Point(1.0, 6.0, "activation"), Point(4.0, 2.0, "full")]
+    assert [least_more(front, kept) for kept in (12.0, 10.0, 8.0, 6.0, 4.0, 1.0)] == [0.0, 0.0, 0.5, 1.0, 2.5, 4.0]
 
 
 def test_every_way_frees_what_it_says(search: Search) -> None:

@@ -29,12 +29,12 @@ def price(
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Predict the step time and memory of an existing configuration, and which keys to change for a better one."""
-    from weft.plan.price_configuration import judge
+    from weft.plan.price_configuration import price_configuration
 
     began = time.perf_counter()
     options = config.startswith("-") or bool(ctx.args)  # Megatron's, instead of a file
     text = " ".join([config, *ctx.args]) if options else read_text(config, "the configuration of a training system, as text")
-    found = judge(text, cluster, model, seq, batch, better)
+    found = price_configuration(text, cluster, model, seq, batch, better)
     _show(found)
     if json:
         emit({**_result(found), "seconds": time.perf_counter() - began})

@@ -123,7 +123,7 @@ def _with_scores(device: Device, stored: Mapping[str, float], by: str) -> Device
     """With scores a second that attention passes over in memory, besides its matmuls and exponentials."""
     heads = passes.SAMPLES * passes.HEADS
     count = heads * passes.KEYS**2
-    one = kernels.product(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
+    one = kernels.matmul(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
     rates = {}
     for key, seconds in stored.items():
         products, hard = (5, 1) if key.endswith("backward") else (2, 2)
@@ -136,11 +136,11 @@ def _in_a_step(device: Device, step: float, by: str) -> Device:
     rows, width = measure.ROWS, measure.WIDTH
     large, small = 4 * width * rows, width * rows
     sizes = ((rows, 4 * width, width), (rows, width, 4 * width), (4 * width, width, rows))
-    products = measure.DEPTH * 2 * sum(kernels.product(device, *shape, 1, "fp32") for shape in sizes)
+    products = measure.DEPTH * 2 * sum(kernels.matmul(device, *shape, 1, "fp32") for shape in sizes)
     rates = {"gelu": large, "gelu_backward": large, "layer_norm": small, "layer_norm_backward": small, "sum": large + small}
     others = sum(elements / device.get(f"rate.{op}") for op, elements in rates.items())
-    others += 2 * kernels.touch(device, 12.0 * small, 1)  # residuals
-    others += kernels.touch(device, 28.0 * 8 * width * width, 1)  # the update
+    others += 2 * kernels.memory_bound(device, 12.0 * small, 1)  # residuals
+    others += kernels.memory_bound(device, 28.0 * 8 * width * width, 1)  # the update
     share = products / max(step - measure.DEPTH * others, products)
     return Device(device.name, {**device.constants, "gemm.sustained": Constant(float(f"{max(0.5, share):.4g}"), by)})
 
@@ -197,7 +197,7 @@ def _fit_matmuls(device: Device, timed: Sequence[MatmulTime], main: str, by: str
 
     def predict(values: Mapping[str, float], p: MatmulTime) -> float:
         made = Device(device.name, {**device.constants, **burst, **{k: Constant(v, by) for k, v in values.items()}})
-        return kernels.product(made, p.m, p.n, p.k, p.batch, p.dtype)
+        return kernels.matmul(made, p.m, p.n, p.k, p.batch, p.dtype)
 
     ours = [p for p in timed if p.dtype == main]
     found = descend({k: device.get(k) for k in SURFACE}, ours, predict, lambda p: p.seconds)

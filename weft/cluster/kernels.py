@@ -34,7 +34,7 @@ _CUTS = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=float)
 _WHOLE_K = np.array([(tm, tn, 1) for tm, tn in TILES], dtype=float).T
 
 
-def product(device: Device, m: Any, n: Any, k: Any, batch: int, dtype: str, aligned: Any = None) -> Any:
+def matmul(device: Device, m: Any, n: Any, k: Any, batch: int, dtype: str, aligned: Any = None) -> Any:
     """Seconds of [m, k] x [k, n], `batch` times; of many matmuls at once where sizes are arrays. `aligned` are sizes its tensors are contiguous along."""
     rate = device.peak(dtype) * _of(device, "gemm", dtype, "efficiency") * _of(device, "gemm", dtype, "sustained", 1.0)
     rate = rate * _alignment(device, dtype, (n, k) if aligned is None else aligned)
@@ -183,7 +183,7 @@ def _grouped(device: Device, m: Any, n: Any, k: Any, groups: Any, dtype: str) ->
     return _in_waves(device, "experts", dtype, m, n, k, groups, rate, moving)
 
 
-def touch(device: Device, size: float, launches: int) -> float:
+def memory_bound(device: Device, size: float, launches: int) -> float:
     """Seconds of `launches` kernels that together move `size` bytes."""
     return launches * device.get("kernel.launch") + size / _bandwidth(device, size / max(1, launches))
 

@@ -79,12 +79,12 @@ def device_seconds(device: Device, op: Op) -> float:
     if isinstance(op, Gemm):
         if op.grouped and "experts.memory.bf16" in device.constants:
             return float(kernels.grouped(device, op.m, op.n, op.k, op.batch, op.dtype))
-        return float(kernels.product(device, op.m, op.n, op.k, op.batch, op.dtype, op.aligned))
+        return float(kernels.matmul(device, op.m, op.n, op.k, op.batch, op.dtype, op.aligned))
     if isinstance(op, Attention):
         return float(kernels.attention(device, op.batch, op.heads, op.queries, op.keys, op.head_dim, op.bytes, op.dtype, op.causal, op.back, op.launches))
     if isinstance(op, MemoryBound):
         size = op.bytes / (device.get(op.walk, 1.0) if op.walk else 1.0)
-        return max(kernels.touch(device, size, op.launches), _work(device, op), _by_element(device, op))
+        return max(kernels.memory_bound(device, size, op.launches), _work(device, op), _by_element(device, op))
     raise TypeError(f"{type(op).__name__} runs on links, not on a device")
 
 

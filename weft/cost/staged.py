@@ -112,7 +112,7 @@ class StagedStep:
         return float(sum(nbytes(x.type) for p in stage.phases[1:] for n, x in p.outputs if n.startswith("d.param.")))
 
     @cached_property
-    def beside(self) -> dict[tuple[int, str], float]:
+    def extra_bytes(self) -> dict[tuple[int, str], float]:
         """Bytes that a pass holds at most in addition to its inputs."""
         turns = {(s.number, kind): self.turn(s, kind) for s in self.stages for kind in PASSES}
         return {key: 0.0 if p is None else max(0.0, peak_bytes(p) - sum(nbytes(n.type) for n in p.inputs)) for key, p in turns.items()}
@@ -125,7 +125,7 @@ class StagedStep:
         kept = [self.kept(s) if len(s.phases) > 1 else 0.0 for s in self.stages[rank :: self.ranks]]
         for i, (kind, chunk, _), waits in kept_over(line, rank, order, kept):
             stage = self.stages[chunk * self.ranks + rank]
-            points.append((line.start[i], now + self.beside[stage.number, kind]))
+            points.append((line.start[i], now + self.extra_bytes[stage.number, kind]))
             if kind == PASSES[len(stage.phases) - 1]:
                 gradients[chunk] = self.gradients(stage)
             now = state + waits + sum(gradients.values())

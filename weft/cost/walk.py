@@ -51,7 +51,7 @@ class Walk:
     causes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[Task, float]] | None = field(default_factory=list)  # what ran, and from when on; None where nobody asks
-    beside: list[tuple[str, float]] = field(default_factory=list)
+    under_way: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def line(self) -> Timeline:
@@ -71,20 +71,20 @@ class Walk:
         name = op.name or type(op).__name__.lower()
         self.issue(name, op)
         if isinstance(op, Collective) and op.hidden:
-            self.beside.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
+            self.under_way.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
             return
         self.wait("host", self.host)
         if isinstance(op, Collective):
             self.wait(op.axis, self.carry(op, op.axis, self.now, hides=False))
             self.meet_host()
             return
-        seconds = self.beside_links(self.costs.seconds(op))
+        seconds = self.with_links_busy(self.costs.seconds(op))
         self.note(name, "compute", seconds, "compute", self.now)
         self.causes["compute"] += seconds
         self.now += seconds
         self.join()
 
-    def beside_links(self, seconds: float) -> float:
+    def with_links_busy(self, seconds: float) -> float:
         """What compute takes while collectives are under way, whose kernels have a share of the device: seconds / (1 - share) until they end."""
         share = self.costs.device.get("link.units", 0.0) / self.costs.device.get("units")
         busy = max([0.0, *(end - self.now for name, end in self.links.items() if name not in HOST)])
@@ -121,9 +121,9 @@ class Walk:
 
     def join(self) -> None:
         """From here on, what was overlapped is needed."""
-        for axis, end in self.beside:
+        for axis, end in self.under_way:
             self.wait(axis, end)
-        self.beside = []
+        self.under_way = []
 
     def carry(self, op: Collective, cause: str, ready: float, hides: bool = True) -> float:
         """Put a collective on its link; when it ends."""

@@ -124,7 +124,7 @@ class Stack:
         sharded = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, kernels=s.kernels)
         work = self._sized(sharded, s.micro_batch * s.ep)
         if s.async_tp and s.tp > 1:
-            work = _each(work, _beside)
+            work = _each(work, _overlapped)
         if s.pp > 1:  # a tied weight is on the last stage too
             work = replace(work, last=replace(work.last, params=work.last.params + work.shared))
         return replace(work, tokens=s.micro_batch * max(1, self.seq))
@@ -237,7 +237,7 @@ def _computed_in(work: Workload, dtype: str) -> Workload:
     return made if dtype == "tf32" else replace(made, first=work.first, last=work.last)
 
 
-def _beside(block: Block) -> Block:
+def _overlapped(block: Block) -> Block:
     return replace(block, forward=tuple(overlapped_with_matmuls(block.forward)), back=tuple(overlapped_with_matmuls(block.back)))
 
 

@@ -106,7 +106,7 @@ class LayerWalk(Walk):
         ends, causes, hidden = before
         self.now, now = self.now + times * (self.now - ends["now"]), self.now
         self.host += times * (self.host - ends["host"])
-        self.beside = [(axis, end + self.now - now) for axis, end in self.beside]
+        self.under_way = [(axis, end + self.now - now) for axis, end in self.under_way]
         if self.gathered is not None:
             self.gathered += times * (self.gathered - ends["gathered"])
         if self.fetched is not None:

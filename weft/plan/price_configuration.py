@@ -44,7 +44,7 @@ class PricedConfiguration:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def judge(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True) -> PricedConfiguration:
+def price_configuration(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True) -> PricedConfiguration:
     """Price a configuration, and search for a better one of the same batch."""
     place = read_cluster(cluster)
     first = read(text, "", place.devices, seq)

@@ -47,7 +47,7 @@ from weft.plan.stage_partitioner import (
     by_kind,
     layers_of,
     least_more,
-    mean_hull,
+    mean_front,
     stage_devices,
     staged,
 )
@@ -105,7 +105,7 @@ class Search:
     _steps: dict[Setting, tuple[float, float]] = field(default_factory=dict)
     _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
     _times: dict[object, Times] = field(default_factory=dict)
-    _hulls: dict[object, list[Point]] = field(default_factory=dict)
+    _fronts: dict[object, list[Point]] = field(default_factory=dict)
     _devices: dict[int, list[Device]] = field(default_factory=dict)  # by the number of stages
 
     @cached_property
@@ -363,14 +363,14 @@ class Search:
         """Seconds of a micro-batch that each stage spends on recomputing what its memory cannot keep, were layers shared out evenly."""
         key, work, layers = (_work_key(s), self._fastest(s).name), self.work(s), self.problem.depth / s.pp
         shares = [n / self.problem.depth for _, n in work.kinds]
-        if key not in self._hulls:
+        if key not in self._fronts:
             times = self.times(s, self._fastest(s))
-            self._hulls[key] = mean_hull([times.with_host(layer) for layer, _ in work.kinds], shares)
+            self._fronts[key] = mean_front([times.with_host(layer) for layer, _ in work.kinds], shares)
         memories = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
         state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(memories, shares, strict=True)) * layers
         left = room(self.memory) - state - min(m.temporaries + m.buffers for m in memories)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
-        return [layers * least_more(self._hulls[key], left * s.chunks / (n * layers)) for n in alive]
+        return [layers * least_more(self._fronts[key], left * s.chunks / (n * layers)) for n in alive]
 
     def _send(self, s: Setting) -> float:
         key = ("send", s.micro_batch, s.tp, s.cp, s.replicas)

@@ -83,7 +83,7 @@ def split_like(captured: Captured, stages: Sequence[Stage]) -> tuple[Stage, ...]
     for k, s in enumerate(stages):
         for name in s.forward.input_names:
             homes.setdefault(name, k)
-    return numbered(forward.stages(forward.beside(homes, len(stages)), len(stages)), [s.number for s in stages])
+    return numbered(forward.stages(forward.active_stages(homes, len(stages)), len(stages)), [s.number for s in stages])
 
 
 def numbered(stages: Iterable[Stage], numbers: Sequence[int]) -> tuple[Stage, ...]:
@@ -191,7 +191,7 @@ class Forward:
                 found[n] = stage
                 todo += [a for a in n.args if a in self.active and a not in found]
 
-    def beside(self, homes: Mapping[str, int], stages: int) -> dict[Node, int]:
+    def active_stages(self, homes: Mapping[str, int], stages: int) -> dict[Node, int]:
         """The stage of every active value: behind all it reads, at the parameters it reads or after them."""
         at: dict[Node, int] = {}
         for n in self.order:

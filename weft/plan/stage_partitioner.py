@@ -142,24 +142,24 @@ class Times:
         return 2 * self.costs.seconds(MemoryBound("copies", 2 * size, 0)) if size else 0.0
 
     def with_host(self, layer: Block) -> list[Point]:
-        """The hull over everything but the host, for the layers that the host cannot keep for nothing; with its input kept there the leanest."""
-        hull, left, more = self.hull(WAYS, layer), 1 - self.free(layer), self.free(layer) * self.copied(layer.saved)
+        """The front over everything but the host, for the layers that the host cannot keep for nothing; with its input kept there the leanest."""
+        front, left, more = self.front(WAYS, layer), 1 - self.free(layer), self.free(layer) * self.copied(layer.saved)
         if left == 1:
-            return hull
-        rest = [Point(more + left * p.more, left * p.kept, p.way) for p in hull]
-        return [hull[0], *(p for p in rest if p.kept < hull[0].kept), Point(more + left * hull[-1].more + 1e-12, 0.0, OFFLOADED[-1])]
+            return front
+        rest = [Point(more + left * p.more, left * p.kept, p.way) for p in front]
+        return [front[0], *(p for p in rest if p.kept < front[0].kept), Point(more + left * front[-1].more + 1e-12, 0.0, OFFLOADED[-1])]
 
-    def hull(self, modes: Sequence[str], layer: Block) -> list[Point]:
+    def front(self, modes: Sequence[str], layer: Block) -> list[Point]:
         """The lower Pareto front of (bytes kept, seconds more), from the fastest to the leanest."""
         points = [Point(sum(self.costs.seconds(op) for op in layer.rerun(w)), _kept(layer, w), w) for w in modes]
-        hull: list[Point] = []
+        front: list[Point] = []
         for p in sorted(points, key=lambda p: (p.more, p.kept)):
-            if hull and p.kept >= hull[-1].kept:
+            if front and p.kept >= front[-1].kept:
                 continue
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], p):
-                hull.pop()
-            hull.append(p)
-        return hull
+            while len(front) > 1 and _slope(front[-2], front[-1]) <= _slope(front[-1], p):
+                front.pop()
+            front.append(p)
+        return front
 
 
 def _on_device(mode: str) -> str:
@@ -167,12 +167,12 @@ def _on_device(mode: str) -> str:
     return "none" if mode == OFFLOAD else mode.removesuffix(f"-{OFFLOAD}")
 
 
-def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
-    """Of the average layer, of whose kinds these are the hulls and the shares: what frees most for its seconds is recomputed first."""
-    if len(hulls) == 1:
-        return list(hulls[0])
-    steps = [(a, b, share) for hull, share in zip(hulls, shares, strict=True) for a, b in itertools.pairwise(hull)]
-    more, kept = (sum(getattr(h[0], k) * share for h, share in zip(hulls, shares, strict=True)) for k in ("more", "kept"))
+def mean_front(fronts: Sequence[Sequence[Point]], shares: Sequence[float]) -> list[Point]:
+    """Of the average layer, of whose kinds these are the fronts and the shares: what frees most for its seconds is recomputed first."""
+    if len(fronts) == 1:
+        return list(fronts[0])
+    steps = [(a, b, share) for front, share in zip(fronts, shares, strict=True) for a, b in itertools.pairwise(front)]
+    more, kept = (sum(getattr(h[0], k) * share for h, share in zip(fronts, shares, strict=True)) for k in ("more", "kept"))
     at = Point(more, kept, "")
     made = [at]
     for a, b, share in sorted(steps, key=lambda step: -_slope(*step[:2])):
@@ -181,14 +181,14 @@ def mean_hull(hulls: Sequence[Sequence[Point]], shares: Sequence[float]) -> list
     return made
 
 
-def least_more(hull: Sequence[Point], kept: float) -> float:
+def least_more(front: Sequence[Point], kept: float) -> float:
     """Seconds more of a layer that may keep so many bytes, layers mixed in any parts; of less than the leanest, the leanest's."""
-    if kept >= hull[0].kept:
-        return hull[0].more
-    for a, b in itertools.pairwise(hull):
+    if kept >= front[0].kept:
+        return front[0].more
+    for a, b in itertools.pairwise(front):
         if kept >= b.kept:
             return a.more + (b.more - a.more) * (a.kept - kept) / (a.kept - b.kept)
-    return hull[-1].more
+    return front[-1].more
 
 
 def _kept(layer: Block, mode: str) -> float:
@@ -226,8 +226,8 @@ class StagePartitioner:
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
-        """Ways on the lower hull, from the fastest to the leanest."""
-        return tuple(point.way for point in self.layer_times.hull(self.measure.ways, self.work.layer))
+        """Ways on the lower front, from the fastest to the leanest."""
+        return tuple(point.way for point in self.layer_times.front(self.measure.ways, self.work.layer))
 
     def _left_to_host(self, layers: int) -> int:
         """Of so many layers those that the host keeps before any is recomputed. Weight gradients that are put off would read them later still."""

@@ -34,12 +34,12 @@ def tune_matmul(
     known = from_first(store.times, group)
     usable = {name: way for name, way in names.items() if name in known or _works(run, way)}
 
-    def hear(name: str, ms: float) -> None:
+    def report(name: str, ms: float) -> None:
         store.put(name, ms)
         on_result(name, ms)
 
     calls = {name: (lambda way=way: run(way)) for name, way in usable.items()}
-    result = measure(calls, str(candidates[0]), group=group, known=known, on_result=hear, device=device)
+    result = measure(calls, str(candidates[0]), group=group, known=known, on_result=report, device=device)
     return names[result.choice], result
 
 

@@ -144,11 +144,11 @@ def tune_program(
     known: dict[str, float] = from_first(store.times)
     calls = {name: _call(compile_, p, inputs) for name, p in kept.items()}
 
-    def hear(name: str, ms: float) -> None:
+    def report(name: str, ms: float) -> None:
         store.put(name, ms)
         on_result(name, ms, len(kept))
 
-    result = measure(calls, AS_IS, known=known, on_result=hear, device=device)
+    result = measure(calls, AS_IS, known=known, on_result=report, device=device)
     return kept[result.choice], result
 
 

@@ -69,7 +69,7 @@ class Graph:
                 self.waiting.add(v)
                 self.todo.append(v)
 
-    def settle(self, nodes: Iterable[int] = ()) -> None:
+    def propagate(self, nodes: Iterable[int] = ()) -> None:
         """Prune, absorb and follow, from these nodes and those waiting, until nothing changes."""
         self.revisit(*nodes)
         while self.todo and self.reason is None:

@@ -96,7 +96,7 @@ class _TreeWalk:
         was = self._held(forest)
         self._gather(forest, above, scale)
         before = [int(self.x[v]) for v in forest]
-        done = self._settle(forest, above)
+        done = self._propagate(forest, above)
         if len(done) == len(forest):
             change = self._held(forest) - was
             if change <= patience:
@@ -191,7 +191,7 @@ class _TreeWalk:
                 self.score[_own(p, u)] += (_table(p, e, u) + self.score[_own(p, v)]).min(1)
                 self.work += int(p.k[u] * p.k[v])
 
-    def _settle(self, forest: dict[int, int], above: dict[int, int]) -> list[int]:
+    def _propagate(self, forest: dict[int, int], above: dict[int, int]) -> list[int]:
         p, done = self.p, []
         for v in forest:
             _claim(p, self.room, v, int(self.x[v]), -1)

@@ -62,13 +62,13 @@ def _after(outer: Callable[[Ints], Ints], inner: Callable[[Ints], Ints]) -> Call
 def _pass(full: Problem) -> Reduced:
     """Each step once, where it applies."""
     g = Graph(full)
-    g.settle(range(full.nodes))
+    g.propagate(range(full.nodes))
     if g.reason is None:
         usage = _Usage(g)
         if usage.reason is None:
             for step in (usage.starve, usage.dominate, usage.eliminate):
                 step()
-            g.settle()
+            g.propagate()
         g.reason = g.reason or usage.reason
     if g.reason is not None:
         return Reduced(assemble([]), 0.0, lambda x: x, g.reason)
