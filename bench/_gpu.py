@@ -1,6 +1,6 @@
 """Ranks of a benchmark on one GPU: processes under MPS that call one function of a module, with a limit on their time.
 
-    report("gpu-products", run_stages("bench.gpu_products", {"gather": Stage("gather", limit=100)}, "gather", ranks=4), json=True)
+    report("gpu-matmuls", run_stages("bench.gpu_matmuls", {"gather": Stage("gather", limit=100)}, "gather", ranks=4), json=True)
 
 The function is called as `work(me, **settings)` with a `Rank`. What rank 0 says is shown as it comes and kept whatever happens after.
 With device "cpu" the same code runs over gloo, to see that it runs.

@@ -394,12 +394,12 @@ def balance_on_ranks(rank: int, world: int, batches: int, hidden: int = 128, per
     return {
         "case": "balance", "weft_ms": round(slowest[1], 2), "peers_ms": {"random": round(slowest[0], 2)},
         "ratios": {"random": round(slowest[0] / slowest[1], 3)}, "limit_ms": round(float(times[1].sum()) / world, 2),
-        "foreseen_ms": {n: round(foreseen_of(sizes, steps, costs[0]), 2) for n, steps in ways.items()},
+        "predicted_ms": {n: round(predicted_of(sizes, steps, costs[0]), 2) for n, steps in ways.items()},
         "correct": "both ways run every sample once" if _same_samples(ways) else "samples differ",
     }  # fmt: skip
 
 
-def foreseen_of(sizes: Any, steps: Any, cost: Any) -> float:
+def predicted_of(sizes: Any, steps: Any, cost: Any) -> float:
     from weft.dynamic.balance import predicted
 
     return predicted(sizes, steps, cost)

@@ -135,9 +135,9 @@ class Case:
         worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(mine, grads, strict=True))
         return float((out.detach().double() - value).abs().max()), worst
 
-    def net(self, split_products: bool | None = None) -> dynamic.Model:
+    def net(self, split_matmuls: bool | None = None) -> dynamic.Model:
         out = model(self.cell, HIDDEN)
-        out.split_products = split_products
+        out.split_matmuls = split_matmuls
         return out
 
     def warm(self, net: dynamic.Model, batches: int, deadline: float) -> Any:
@@ -177,7 +177,7 @@ class Case:
 
 def time_case(run: Run, case: Case, until: float) -> dict[str, Any]:
     """Steps as they come and with torch's products; the peer, and what bounds them all."""
-    nets = {"as it comes": case.net(), "torch's products": case.net(split_products=False)}
+    nets = {"as it comes": case.net(), "torch's products": case.net(split_matmuls=False)}
     found: dict[str, dict[str, Any]] = {}
     kernels: dict[str, int] = {}
     for name, warm, count in (("as it comes", 24, 64), ("torch's products", 13, 32)):

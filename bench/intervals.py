@@ -21,9 +21,9 @@ OWN = (HERE / "torchtitan_steps.csv", HERE.parent / "tests" / "plan" / "publishe
 ORIGIN = (
     "weft bench intervals, over published and measured steps: VIA-Research/vTrain (MIT), Megatron-LM SC'21, Korthikanti 2022, Grattafiori 2024, "
     "MegaScale, nanotron, torchtitan and its users (BSD-3), NVIDIA-NeMo/Megatron-Bridge and MLCommons training_results_v5.1 (Apache-2.0), "
-    "eth-easl/sailor (MIT), weft's own runs in docs/foresight.md"
+    "eth-easl/sailor (MIT), weft's own runs in docs/accuracy.md"
 )
-# docs/foresight.md, on one H200: measured over predicted, step times of weft's own and memory as weft runs it
+# docs/accuracy.md, on one H200: measured over predicted, step times of weft's own and memory as weft runs it
 H200_TIME = (-4.5, 0.1, -10.0, -1.6, 0.7, -0.8, 4.5, 6.3, 9.8, -3.7, -1.9, 0.8, 3.5, 0.4, -2.0)
 H200_MEMORY = (-1.6, -1.0, -4.3, -5.7, -2.5, -6.0, 4.6, -2.8, 4.8)
 CPU_TIME = (
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def intervals(
-    rows: list[str] = typer.Option([], "--rows", help="A CSV as of `bench foresight`, or of steps with peak memory; may be repeated."),
+    rows: list[str] = typer.Option([], "--rows", help="A CSV as of `bench accuracy`, or of steps with peak memory; may be repeated."),
     out: str = typer.Option("", "--out", help="Write the figures to this file, such as weft/cluster/residuals.json."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Run five plans; compare the planner's order with the measured one."""
         from bench._ranks import machine, run_ranks
-        from bench.cpu_foresight import _calibrate, measure
+        from bench.cpu_accuracy import _calibrate, measure
         from weft.cli.output import console, emit
 
         where = f"{ranks}x{profile or _calibrate(ranks)}"
@@ -41,7 +41,7 @@ def order(size: str, found: list[dict[str, Any]], plans: list[str]) -> dict[str,
     wrong = {f"{a}, {b}": apart(took, a, b) for a, b in combinations(by["measured"], 2) if by["predicted"].index(a) > by["predicted"].index(b)}
     return {
         "case": f"gpt-{size}", "predicted": by["predicted"], "measured": by["measured"], "same": not wrong and len(took) == len(plans),
-        "wrong": wrong, "neighbours": neighbours(took, by["measured"]), "failed": failed, "foreseen_ms": {p: took[p]["predicted"] for p in took},
+        "wrong": wrong, "neighbours": neighbours(took, by["measured"]), "failed": failed, "predicted_ms": {p: took[p]["predicted"] for p in took},
         "measured_ms": {p: took[p]["measured"] for p in took}, "correct": "every plan was checked against the model before it ran",
     }  # fmt: skip
 

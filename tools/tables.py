@@ -45,16 +45,16 @@ def read(path: Path) -> dict[str, Any]:
 
 def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The tables of one result by name."""
-    if found["bench"] == "foresight":
-        yield "foresight", foresight(found)
+    if found["bench"] == "accuracy":
+        yield "accuracy", accuracy(found)
         if found.get("classes"):  # results of earlier versions have none
-            yield "foresight classes", classes(found["classes"], ("file", "model", "dtype", "device"))
+            yield "accuracy classes", classes(found["classes"], ("file", "model", "dtype", "device"))
     elif found["bench"] == "kernels":
         yield "kernels", classes(found["rows"], ("kind", "device", "dtype", "class"))
-    elif found["bench"] in ("gpu-foresight", "cpu-foresight"):
-        from bench import _foresight_tables
+    elif found["bench"] in ("gpu-accuracy", "cpu-accuracy"):
+        from bench import _accuracy_tables
 
-        yield from _foresight_tables.tables(found)
+        yield from _accuracy_tables.tables(found)
     elif "stages" in found:
         for stage in found["stages"]:
             rows = [row for row in found["rows"] if (row["stage"], row["ranks"]) == (stage["stage"], stage["ranks"]) and row.get("weft_ms")]
@@ -64,8 +64,8 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield found["bench"], table(found["rows"])
 
 
-def foresight(found: Mapping[str, Any]) -> str:
-    from bench import foresight as bench
+def accuracy(found: Mapping[str, Any]) -> str:
+    from bench import accuracy as bench
 
     rows, files, at = found["rows"], {}, 0
     for name, count in found["files"].items():

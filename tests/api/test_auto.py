@@ -186,13 +186,13 @@ def test_a_users_own_plan_is_in_the_pool(captured: Captured) -> None:
     assert next(o for o in found.options if o.plan == "tp2 as mine").ms >= found.chosen.ms
 
 
-FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
+PREDICTED_KEYS = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
 
 
 def saved(path: Path, **changes: Any) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
     setting = with_batch_shares(Setting.counted(**{"global_batch": 8, **changes}), changes.get("shares", ()))
-    plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", setting, limits, FORESEEN)
+    plan = Plan("gpt2", "2xx86-2", 16, "time", "weft", setting, limits, PREDICTED_KEYS)
     plan.save(path)
     return load(path)
 

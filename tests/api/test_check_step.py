@@ -204,7 +204,7 @@ def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.verified is not None and "the full step would take some 6000 s" in str(step.verified)
 
 
-def test_memory_is_foreseen() -> None:
+def test_memory_is_predicted() -> None:
     step, _, _ = net()
     small, large = check_cost.alive(step.captured.program), check_cost.memory(step.captured.program, 1)
     assert 0 < small < large < 1e6

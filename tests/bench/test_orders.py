@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench._foresight_tables import on_processor
+from bench._accuracy_tables import on_processor
 from bench.orders import order
 
 PLANS = ["dp2", "zero3", "tp2"]

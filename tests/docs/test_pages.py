@@ -176,7 +176,7 @@ def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: py
     docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
     results.mkdir()
-    places = ["optimizer", "gpu-products sums 4", "foresight", "train"]
+    places = ["optimizer", "gpu-matmuls sums 4", "accuracy", "train"]
     (docs / "a.md").write_text("\n".join(f"<!-- bench {name}: begin -->\nold {name}\n<!-- bench {name}: end -->" for name in places))
     stages = [{"stage": "sums", "ranks": 4}, {"stage": "gather", "ranks": 4}]
     timed = {"case": "p", "weft_ms": 2.0, "ratios": {"torch": 1.5}, "way": "2 chunks", "gemm_ms": 1.5, "of_limit": 0.75}
@@ -185,8 +185,8 @@ def test_one_command_renews_every_table_of_every_page(tmp_path: Path, capsys: py
     told = {"count": 1, "median_error": 0.1, "p90_error": 0.1, "rank_correlation": None}
     printed = {
         "a": {"bench": "optimizer", "rows": [{"case": "adamw", "weft_ms": 150.0, "ratios": {}}]},
-        "b": {"bench": "gpu-products", "stages": stages, "rows": rows},
-        "c": {"bench": "foresight", "rows": [predicted], "files": {"published": 1}, "groups": {"published": told}},
+        "b": {"bench": "gpu-matmuls", "stages": stages, "rows": rows},
+        "c": {"bench": "accuracy", "rows": [predicted], "files": {"published": 1}, "groups": {"published": told}},
         "d": {"bench": "nowhere", "rows": [{"case": "y", "weft_ms": 1.0}]},
     }
     for name, result in printed.items():

@@ -30,7 +30,7 @@ def test_every_sample_is_dealt_once() -> None:
         assert all(len(step) == 3 for step in steps)
 
 
-def test_balanced_steps_are_foreseen_to_be_shorter_than_random_ones() -> None:
+def test_balanced_steps_are_predicted_to_be_shorter_than_random_ones() -> None:
     s = dynamic.trees(long_tailed_batch(2 * 16 * 20, random.Random(0)))
     balanced = predicted(s, dynamic.assign(s, 2, 16, cost=COST), COST)
     mixed = predicted(s, dynamic.assign(s, 2, 16, cost=COST, mixing=1.0), COST)

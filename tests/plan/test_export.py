@@ -21,12 +21,12 @@ from weft.plan.schedules import SCHEDULES
 from weft.plan.setting import Setting
 from weft.plan.spec import RECOMPUTE
 
-FORESEEN = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
+PREDICTED_KEYS = {"step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.5, "memory_gb": 1.0, "gap": 0.0}
 
 
 def plan(**changes) -> Plan:
     limits = {"max_tp": 0, "memory_gb": 0.0, "pins": {}}
-    return Plan("toy.py:make", "1x2xA100", 8, "time", "weft", Setting.counted(**{"global_batch": 4, **changes}), limits, FORESEEN)
+    return Plan("toy.py:make", "1x2xA100", 8, "time", "weft", Setting.counted(**{"global_batch": 4, **changes}), limits, PREDICTED_KEYS)
 
 
 class Mlp(nn.Module):

@@ -1,4 +1,4 @@
-"""What `weft plan`, `weft simulate`, `weft explain` and the foresight of published steps say today, figure by figure.
+"""What `weft plan`, `weft simulate`, `weft explain` and the prediction of published steps say today, figure by figure.
 
 The net under every change of the planner: a figure that moves is named with its old and new value. Where a change is meant, run
 `pytest tests/plan/test_goldens.py --accept` and say in the commit why the figures moved.
@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench._rows import read
-from bench.foresight import predict, summary
+from bench.accuracy import predict, summary
 from weft.cli import app
 from weft.plan.plan import parse
 from weft.plan.setting import DECISIONS
@@ -80,14 +80,14 @@ def test_plan(case: str, golden_figures: Figures, tmp_path: Path, monkeypatch: p
     golden_figures(f"plan/{_file(case)}", found)
 
 
-def test_foresight(golden_figures: Figures) -> None:
+def test_accuracy(golden_figures: Figures) -> None:
     """Medians of each group of published steps, and each prediction."""
     rows = [predict(row) for row in read(HERE / "published.csv")]
     papers: dict[str, list[Any]] = {}
     for row in rows:
         papers.setdefault(re.split(r"\d+ ", row["case"], maxsplit=1)[1].rsplit(" ", 1)[0], []).append(row)
     medians = {paper: group["median_error"] for paper, group in summary(papers).items() if paper in papers}
-    golden_figures("foresight", {"median_error": medians, "predicted": {row["case"].split(" ", 1)[1]: row["predicted"] for row in rows}})
+    golden_figures("accuracy", {"median_error": medians, "predicted": {row["case"].split(" ", 1)[1]: row["predicted"] for row in rows}})
 
 
 # --- the figures and decisions that matter

@@ -34,7 +34,7 @@ def workload(shape: Shape, setting: Setting) -> Workload:
     return sized_stack(shape, setting.dtype).work(setting)
 
 
-def foresee(shape: Shape, setting: Setting, place: str) -> SimulatedStep:
+def predicted_step(shape: Shape, setting: Setting, place: str) -> SimulatedStep:
     return simulate(workload(shape, setting), setting, cluster(place))
 
 
@@ -60,7 +60,7 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.dp}.{s.tp}.{s.pp}.{s.cp}.z{s.zero}.{s.schedule}.{s.recompute}.{s.kernels}")
 def test_every_millisecond_has_a_cause(setting: Setting) -> None:
     place = f"{setting.devices}xH100"
-    step = foresee(GPT, setting, place)
+    step = predicted_step(GPT, setting, place)
     assert sum(step.causes.values()) == pytest.approx(step.seconds)
     assert all(v >= -1e-9 for v in step.causes.values()), step.causes
     assert all(v >= -1e-9 for v in step.hidden.values()), step.hidden
@@ -71,13 +71,13 @@ def test_every_millisecond_has_a_cause(setting: Setting) -> None:
 def test_what_everyone_knows_of_training() -> None:
     """Twice the batch takes twice as long, tensor parallelism is worse across nodes, running all again costs about a third, nothing beats the device."""
     model = replace(GPT, hidden=4096, heads=32)
-    one, two = (foresee(model, Setting.counted(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
+    one, two = (predicted_step(model, Setting.counted(global_batch=n, dp=8, zero=1), "8xH100") for n in (32, 64))
     assert two.seconds == pytest.approx(2 * one.seconds, rel=0.03)
     inside, across = (
-        foresee(model, Setting.counted(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16)
+        predicted_step(model, Setting.counted(global_batch=32, dp=32 // tp, tp=tp, sequence_parallel=True), "4x8xH100") for tp in (8, 16)
     )
     assert across.seconds > 1.2 * inside.seconds
-    again = foresee(model, Setting.counted(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
+    again = predicted_step(model, Setting.counted(global_batch=32, dp=8, zero=1, recompute="full"), "8xH100")
     assert 1.2 < again.seconds / one.seconds < 4 / 3 + 0.05
     assert all(0 < step.mfu < 1 for step in (one, two, inside, across, again))
 
@@ -143,11 +143,11 @@ def test_experts_are_spread_over_copies() -> None:
     with pytest.raises(PlanError, match="ep a divisor of dp = 4"):
         Setting.counted(global_batch=8, dp=4, ep=3).check()
     with pytest.raises(PlanError, match="ep a divisor of experts = 8"):
-        foresee(replace(GPT, experts=8, chosen=2), Setting.counted(global_batch=9, dp=9, ep=3), "9x1xH100")
+        predicted_step(replace(GPT, experts=8, chosen=2), Setting.counted(global_batch=9, dp=9, ep=3), "9x1xH100")
 
 
 def test_experts_are_spread() -> None:
-    one, spread = (foresee(MOE, Setting.counted(global_batch=16, dp=8, ep=ep), "8xH100") for ep in (1, 8))
+    one, spread = (predicted_step(MOE, Setting.counted(global_batch=16, dp=8, ep=ep), "8xH100") for ep in (1, 8))
     assert spread.causes["ep"] > 0
     assert spread.peak_memory.params < one.peak_memory.params
 
@@ -163,7 +163,7 @@ def test_the_device_does_no_less_than_the_flops() -> None:
 
 
 def test_what_recompute_costs_and_saves() -> None:
-    steps = {r: foresee(GPT, Setting.counted(8, 8, recompute=r), "H100") for r in ("none", "selective", "per-op", "full")}
+    steps = {r: predicted_step(GPT, Setting.counted(8, 8, recompute=r), "H100") for r in ("none", "selective", "per-op", "full")}
     time = [steps[r].seconds for r in ("none", "selective", "per-op", "full")]
     held = [steps[r].peak_memory.activations for r in ("none", "selective", "full")]
     assert time == sorted(time)
@@ -173,20 +173,20 @@ def test_what_recompute_costs_and_saves() -> None:
 
 def test_a_degree_that_heads_do_not_divide_shards_the_rest() -> None:
     """Of 16 heads none is shared by three devices; feed-forwards are, in uneven slices."""
-    two, three, four = (foresee(GPT, Setting.counted(global_batch=8, tp=n), f"{n}xH100").peak_memory.params for n in (2, 3, 4))
+    two, three, four = (predicted_step(GPT, Setting.counted(global_batch=8, tp=n), f"{n}xH100").peak_memory.params for n in (2, 3, 4))
     assert four < two and four < three
 
 
 def test_zero_shards_what_it_says() -> None:
-    held = [foresee(GPT, Setting.counted(global_batch=8, dp=8, zero=z), "8xH100").peak_memory for z in range(4)]
+    held = [predicted_step(GPT, Setting.counted(global_batch=8, dp=8, zero=z), "8xH100").peak_memory for z in range(4)]
     assert held[1].optimizer == pytest.approx(held[0].optimizer / 8)
     assert held[2].grads == pytest.approx(held[1].grads / 8)
     assert held[3].params == pytest.approx(held[2].params / 8)
 
 
 def test_more_copies_cost_only_the_gradients() -> None:
-    one = foresee(GPT, Setting.counted(global_batch=4), "H100")
-    many = foresee(GPT, Setting.counted(global_batch=32, dp=8, overlap_grads=False), "8xH100")
+    one = predicted_step(GPT, Setting.counted(global_batch=4), "H100")
+    many = predicted_step(GPT, Setting.counted(global_batch=32, dp=8, overlap_grads=False), "8xH100")
     assert many.seconds - one.seconds == pytest.approx(many.causes["dp"], rel=0.02)
 
 
@@ -213,22 +213,22 @@ def test_collectives_on_one_link_take_turns(place: str, turns: bool) -> None:
 def test_a_stage_on_slower_devices_is_priced_by_them() -> None:
     """Two kinds in one cluster: the pipeline's second half on the slower one sets the pace, and the trace shows which stage."""
     setting = Setting.counted(global_batch=32, pp=2, dp=8)
-    fast, mixed, slow = (foresee(GPT, setting, p) for p in ("2x8xH100", "8xH100+8xA100", "2x8xA100"))
+    fast, mixed, slow = (predicted_step(GPT, setting, p) for p in ("2x8xH100", "8xH100+8xA100", "2x8xA100"))
     assert fast.seconds < mixed.seconds < slow.seconds
     assert mixed.timeline.busy("stage 1") > 1.5 * mixed.timeline.busy("stage 0")
 
 
 def test_the_slower_device_sets_the_pace() -> None:
     setting = Setting.counted(global_batch=32, dp=16)
-    mixed, slow, fast = (foresee(GPT, setting, place) for place in ("1x8xH100+1x8xA100", "2x8xA100", "2x8xH100"))
+    mixed, slow, fast = (predicted_step(GPT, setting, place) for place in ("1x8xH100+1x8xA100", "2x8xA100", "2x8xH100"))
     assert fast.seconds < mixed.seconds
     assert mixed.seconds == pytest.approx(slow.seconds, rel=0.05)
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
     setting = Setting.counted(global_batch=32, pp=2, dp=8)
-    mixed = foresee(GPT, setting, "1x8xH100+1x8xA100")
-    assert mixed.seconds > foresee(GPT, setting, "2x8xH100").seconds
+    mixed = predicted_step(GPT, setting, "1x8xH100+1x8xA100")
+    assert mixed.seconds > predicted_step(GPT, setting, "2x8xH100").seconds
     assert mixed.timeline.busy("stage 1") > 1.3 * mixed.timeline.busy("stage 0")
 
 
@@ -236,7 +236,7 @@ def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """As 126 layers are run in 16 x 8 chunks: shorter than 16 x 7, whose busiest stages hold one layer more."""
     model = replace(GPT, layers=14)
     way = Setting.counted(global_batch=32, pp=4, virtual=4, schedule="interleaved")
-    apart, less = foresee(model, way, "4xH100"), foresee(model, replace(way, virtual=3), "4xH100")
+    apart, less = predicted_step(model, way, "4xH100"), predicted_step(model, replace(way, virtual=3), "4xH100")
     assert apart.seconds < less.seconds and max(m.params for m in apart.memory) <= max(m.params for m in less.memory)
 
 
@@ -269,7 +269,7 @@ def test_layers_are_shared_out() -> None:
 )
 def test_what_cannot_be_run(given: dict[str, Any], place: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
-        foresee(GPT, Setting.counted(**given), place)
+        predicted_step(GPT, Setting.counted(**given), place)
     assert says in str(caught.value)
 
 
@@ -301,7 +301,7 @@ def test_what_needs_several_changes_or_more_nodes_is_told() -> None:
 
 def test_bytes_alone_are_those_of_the_step() -> None:
     setting, place = Setting.counted(global_batch=16, dp=2, pp=4), cluster("8xH100")
-    step = foresee(GPT, setting, "8xH100")
+    step = predicted_step(GPT, setting, "8xH100")
     assert held(workload(GPT, setting), setting, place) == step.peak_memory.total == pytest.approx(sum(step.peak_memory.parts().values()))
 
 

@@ -92,7 +92,7 @@ def test_the_first_steps_do_not_count() -> None:
 # --- the words
 
 
-def test_a_line_says_speed_and_foresight() -> None:
+def test_a_line_says_speed_and_prediction() -> None:
     assert line(made(110.0)) == "step 5, 110.0 ms, 9,091 tokens/s, MFU 9.1%, predicted 100.0 ms (+10%), memory 1.0 GB, predicted 1.0 GB (+0%)"
     assert list(partings(made(110.0))) == []
 
@@ -171,7 +171,7 @@ def test_recording_changes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture
     assert next(v["same"] for v in run.verbs) is True
 
 
-def test_what_is_foreseen_of_a_run_is_what_plans_are_priced_by(pages: dict[str, Path]) -> None:
+def test_what_is_predicted_of_a_run_is_what_plans_are_priced_by(pages: dict[str, Path]) -> None:
     run = load(pages["gpt-run"].parent / "gpt")
     own = next(a for a in run.alternatives if a["plan"] == run.plan)
     assert run.predicted is not None and own["step_ms"] == pytest.approx(run.predicted.step_ms)
@@ -195,7 +195,7 @@ def test_costs_of_rounds_are_a_line() -> None:
     assert costs.around["prepare"] == pytest.approx(1e-5)
 
 
-def test_a_dynamic_step_is_foreseen_then_traced(pages: dict[str, Path]) -> None:
+def test_a_dynamic_step_is_predicted_then_traced(pages: dict[str, Path]) -> None:
     run = load(pages["tree-lstm-run"].parent / "trees")
     assert run.predicted is not None and run.measured is not None
     rounds = [sum(t.cause == "rounds" for t in s.line.tasks) for s in (run.predicted, run.measured)]
@@ -223,7 +223,7 @@ def test_the_command_says_what_it_needs() -> None:
 # --- pipelines
 
 
-def test_a_step_in_stages_is_foreseen_and_traced_pass_by_pass(pages: dict[str, Path]) -> None:
+def test_a_step_in_stages_is_predicted_and_traced_pass_by_pass(pages: dict[str, Path]) -> None:
     run = load(pages["pipeline-run"].parent / "line")
     assert run.predicted is not None and run.measured is not None and run.mesh == {"pp": 2, "dp": 1}
     for seen_ in (run.predicted, run.measured):

@@ -46,7 +46,7 @@ made = [(tree_lstm.ChildSum, tree_lstm.model, "leaves", ("binary", "single")), (
 for kind, model_of, words, shapes in made:
     cell, exact = kind(3, 5), kind(3, 5).double()
     model = model_of(cell, 5)
-    model.target, model.replay, model.split_products = "triton", True, True
+    model.target, model.replay, model.split_matmuls = "triton", True, True
     for seed in (1, 2):
         exact.load_state_dict({{k: v.double() for k, v in cell.state_dict().items()}})
         s = graphs(seed, 4, shapes, words, largest=5)
@@ -81,7 +81,7 @@ def plan_of(**options: Any) -> Plan:
 
 def test_they_stay_off_where_nobody_asks_for_them_and_for_other_dtypes() -> None:
     assert not plan_of().in_parts, "nothing to run them on here"
-    assert not plan_of(split_products=False).in_parts and plan_of(split_products=True).in_parts
+    assert not plan_of(split_matmuls=False).in_parts and plan_of(split_matmuls=True).in_parts
     assert not split_matmul.fits(torch.zeros(2, 2).double()) and not split_matmul.fits(torch.zeros(0, 2)) and split_matmul.fits(torch.zeros(2, 2))
     assert not split_matmul.fits(torch.zeros(2, 3).t())
 
@@ -89,7 +89,7 @@ def test_they_stay_off_where_nobody_asks_for_them_and_for_other_dtypes() -> None
 def test_a_model_told_not_to_keeps_to_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_matmul, "rows", lambda *_: pytest.fail("ran in parts"))
     cell = tree_lstm.ChildSum(8, 8)
-    out = dynamic.Model(cell, {"h": 8, "c": 8}, split_products=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
+    out = dynamic.Model(cell, {"h": 8, "c": 8}, split_matmuls=False)(dynamic.trees([((0, 1), 2)]), torch.randn(3, 8))
     out.sum().backward()
     assert cell.below.weight.grad is not None
 

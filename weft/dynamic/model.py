@@ -53,7 +53,7 @@ class Model(nn.Module):
 
     `functions` is one function (type "vertex") or several by type; a function is anything called with a Vertex, modules
     included. `states` gives the row shape of what vertices scatter to their parents.
-    `split_products` says whether float32 matmuls run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
+    `split_matmuls` says whether float32 matmuls run on tensor cores, as several of fewer bits with the error of float32; None: on a GPU.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Model(nn.Module):
         fuse: bool | None = None,
         replay: bool | None = None,
         target: str | None = None,
-        split_products: bool | None = None,
+        split_matmuls: bool | None = None,
     ) -> None:
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
@@ -73,7 +73,7 @@ class Model(nn.Module):
         self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
-        self.fuse, self.replay, self.target, self.split_products = fuse, replay, target, split_products
+        self.fuse, self.replay, self.target, self.split_matmuls = fuse, replay, target, split_matmuls
         self.ready: Ready = None
         self._made = Made()
 
@@ -171,7 +171,7 @@ class Model(nn.Module):
         trained = tuple(w.requires_grad for w in variant.weights)
         absent = schedule.keep(("absent", variant), lambda: frozenset(_absent(schedule, variant.functions, inputs)))
         target = self._target(variant.device)
-        in_parts = target == "triton" and (replay.is_accelerator(variant.device) if self.split_products is None else self.split_products)
+        in_parts = target == "triton" and (replay.is_accelerator(variant.device) if self.split_matmuls is None else self.split_matmuls)
         key = grads, needs, absent, trained, target, in_parts
         if key not in variant.plans:
             with torch.enable_grad():  # a step runs without, and asks for gradients all the same

@@ -48,12 +48,12 @@ _SPEC = {
     "pins": Listed(text()), "shares": Listed(Row((text(), whole(1), whole(1, LARGE), whole(1, LARGE))), most=4096), "moves": Listed(MOVE),
     "open": Listed(one_of(*DECIDED)),
 }  # fmt: skip
-FORESEEN = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
+PREDICTED_KEYS = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
     "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES, "experts": whole(),
 }  # fmt: skip
-PREDICTED = Record({**dict.fromkeys(FORESEEN, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
+PREDICTED = Record({**dict.fromkeys(PREDICTED_KEYS, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {
     "mesh": Mapped(whole(1), word, most=16), "inputs": Mapped(Mapped(text(), word, most=16)), "again": Listed(text()), "rules": Listed(text()),
     "micro_batches": whole(1), "beside": Listed(text()), "program": text(BYTES),

@@ -16,7 +16,7 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.interval import NOT_MODELLED, equal_within, spread
 from weft.plan.partition import even_layers
-from weft.plan.plan import FORESEEN, ZERO, Plan, step_of
+from weft.plan.plan import PREDICTED_KEYS, ZERO, Plan, step_of
 from weft.plan.setting import DECISIONS, Setting
 from weft.plan.spec import MIXED, SIZES, Share
 
@@ -227,7 +227,7 @@ def differences(a: Plan, b: Plan) -> Iterator[Row]:
     x, y = (p.layouts.get("inputs", {}) for p in (a, b))
     for name in sorted({**x, **y}):
         yield from _difference(name, *(" ".join(f"{axis}:{place}" for axis, place in of.get(name, {}).items()) or "replicated" for of in (x, y)))
-    for key in FORESEEN:
+    for key in PREDICTED_KEYS:
         if a.predicted[key] != b.predicted[key]:
             yield key, f"{a.predicted[key]:,.4g}", f"{b.predicted[key]:,.4g}"
 

@@ -1,7 +1,7 @@
 """The kernel of a matmul that carries, for GPUs whose tensor cores and copy engine work next to the warps: eight warps multiply,
 one fetches the operands, and one carries, so that moving takes a little shared memory and bandwidth, but no block and no register
 of the matmul. Pieces are small and one at a time is under way: an even trickle costs the matmul less than a burst.
-No interpreter runs it: tests compile it and interpret its twin in `device_carry`, `python -m bench.gpu_products --stages gather` checks it.
+No interpreter runs it: tests compile it and interpret its twin in `device_carry`, `python -m bench.gpu_matmuls --stages gather` checks it.
 """
 
 from __future__ import annotations

@@ -10,16 +10,16 @@ WAYS = {"eager": "as torch runs it", "compiled": "compiled", "weft": "as weft ru
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """By name, of a result of `bench.gpu_foresight` or of `weft bench cpu-foresight`."""
+    """By name, of a result of `bench.gpu_accuracy` or of `weft bench cpu-accuracy`."""
     rows = found["rows"]
-    if found["bench"] == "cpu-foresight":
-        yield "cpu-foresight", on_processor(rows, found["order"])
+    if found["bench"] == "cpu-accuracy":
+        yield "cpu-accuracy", on_processor(rows, found["order"])
         return
     if any("measured_ms" in r for r in rows):
-        yield "gpu-foresight time", times([r for r in rows if "measured_ms" in r])
+        yield "gpu-accuracy time", times([r for r in rows if "measured_ms" in r])
     held = [r for r in rows if "measured_gb" in r and "measured_ms" not in r]  # a row with neither was not reached in time
     if held:
-        yield "gpu-foresight memory", memory(held)
+        yield "gpu-accuracy memory", memory(held)
 
 
 def times(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`weft bench foresight --rows FILE`: predict every row of measured or published runs and say how far off it is."""
+"""`weft bench accuracy --rows FILE`: predict every row of measured or published runs and say how far off it is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import typer
 from weft.cli.output import console, emit
 
 SMALLEST_GROUP = 5  # rows from which an order is worth comparing
-MARKS = "<!-- bench foresight: begin -->", "<!-- bench foresight: end -->"
+MARKS = "<!-- bench accuracy: begin -->", "<!-- bench accuracy: end -->"
 
 
 def register(app: typer.Typer) -> None:
-    app.command("foresight")(foresight)
+    app.command("accuracy")(accuracy)
 
 
-def foresight(
+def accuracy(
     rows: list[str] = typer.Option(..., "--rows", help="A CSV of iteration times or of published steps; may be repeated."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
     doc: str = typer.Option("", "--doc", help="Write the tables into this page, between its marks."),
@@ -35,7 +35,7 @@ def foresight(
         _write(Path(doc), found, groups)
     if json:
         whole = _figures([r for r in everything if r["error"] is not None])
-        emit({"bench": "foresight", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole,
+        emit({"bench": "accuracy", "machine": platform.processor() or platform.machine(), "rows": everything, "groups": groups, **whole,
               "files": {name: len(part) for name, part in found.items()}, "classes": by_class(found)})  # fmt: skip
 
 

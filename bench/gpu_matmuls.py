@@ -1,6 +1,6 @@
 """Products beside their collective, in bf16 on ranks that share a GPU: weft's ways, torch's fused ops, and one after the other.
 
-    python -m bench.gpu_products [--stages sums,gather] [--ranks 4] [--shapes "4096,3072,8192;..."] [--few] [--quick] [--json]
+    python -m bench.gpu_matmuls [--stages sums,gather] [--ranks 4] [--shapes "4096,3072,8192;..."] [--few] [--quick] [--json]
 
 `sums`: a product whose terms are summed over the ranks, scattered or whole (K / ranks each). `gather`: rows are gathered and multiplied
 (N / ranks each), with a trace of the fastest way. Every way is compared with float32 products before it is timed and after.
@@ -40,17 +40,17 @@ Shape = tuple[int, int, int]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("gpu-products")(products)
+    app.command("gpu-matmuls")(matmuls)
 
 
-def products(
+def matmuls(
     stages: str = typer.Option(",".join(STAGES)), ranks: int = _gpu.RANKS, quick: bool = _gpu.QUICK, json: bool = _gpu.JSON,
     shapes: str = typer.Option("", help="M,N,K of all ranks together, with semicolons between."),
     few: bool = typer.Option(False, help="Only ways that were ever the fastest, and only ops that torch has too."),
 ) -> None:  # fmt: skip
     """GEMM + reduce_scatter, GEMM + all_reduce and all_gather + GEMM on one GPU; --quick: the largest shape alone."""
     wanted = [tuple(map(int, one.split(","))) for one in shapes.split(";")] if shapes else SHAPES[-1:] if quick else SHAPES
-    _gpu.report("gpu-products", _gpu.run_stages("bench.gpu_products", STAGES, stages, ranks, shapes=wanted, few=few), json)
+    _gpu.report("gpu-matmuls", _gpu.run_stages("bench.gpu_matmuls", STAGES, stages, ranks, shapes=wanted, few=few), json)
 
 
 def sums(me: Rank, shapes: list[list[int]], few: bool) -> None:
@@ -212,4 +212,4 @@ def check_carrying(me: Rank) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(products)
+    typer.run(matmuls)

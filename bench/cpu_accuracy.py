@@ -1,4 +1,4 @@
-"""`weft bench cpu-foresight`: step times of weft's plans on the ranks at hand, predicted from a calibrated profile and measured.
+"""`weft bench cpu-accuracy`: step times of weft's plans on the ranks at hand, predicted from a calibrated profile and measured.
 
 Five plans are compared in order, one for each thing a plan can cut: samples alone, parameters too, features, features and tokens, tokens.
 They are the same for every size and number of ranks. Others are timed beside them and predicted, but lie too near to these to have an order.
@@ -17,8 +17,8 @@ NEAR = 0.03  # plans measured within this of one another are told as such
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("cpu-foresight")
-    def cpu_foresight(
+    @app.command("cpu-accuracy")
+    def cpu_accuracy(
         json: Annotated[bool, typer.Option(help="one JSON object on the last line")] = False,
         ranks: Annotated[str, typer.Option(help="numbers of processes, joined by commas")] = "2,4",
         sizes: Annotated[str, typer.Option(help="which, joined by commas")] = "10M,30M",
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Predict one training step under several plans, time it, and compare errors and the order of five."""
         from bench._ranks import machine
-        from bench.foresight import summary
+        from bench.accuracy import summary
         from weft.cli.output import console, emit
 
         rows: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
                 rows += found
         if json:
             figures = summary({"cpu": rows})
-            emit({"bench": "cpu-foresight", "machine": machine(), "rows": rows, "order": order, **figures["cpu"]})
+            emit({"bench": "cpu-accuracy", "machine": machine(), "rows": rows, "order": order, **figures["cpu"]})
 
 
 def group(ranks: int, size: str, rounds: int, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

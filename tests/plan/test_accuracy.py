@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench._rows import Row, Unreadable, read
-from bench.foresight import percentile, predict, spearman
+from bench.accuracy import percentile, predict, spearman
 from weft.cli import app
 
 ITERATIONS = (
@@ -37,7 +37,7 @@ def rows(tmp_path: Path, text: str) -> list[Row | Unreadable]:
 
 
 @pytest.mark.parametrize("line", [SC21, K22])
-def test_published_steps_are_foreseen(tmp_path: Path, line: str) -> None:
+def test_published_steps_are_predicted(tmp_path: Path, line: str) -> None:
     (row,) = rows(tmp_path, PUBLISHED + line)
     assert isinstance(row, Row)
     assert row.predict() == pytest.approx(row.measured, rel=0.12)
@@ -176,8 +176,8 @@ def test_the_command_predicts_all_it_can_read(tmp_path: Path) -> None:
     lines = [f"8,{16 * n},4,1024,16,24,1024,2,2,2,{150.0 * n}\n" for n in range(1, 6)]
     path.write_text(ITERATIONS + "".join(lines) + "8,16,4,1024,16,24,1024,2,2,3,150.0\n8,x,4,1024,16,24,1024,2,2,2,1.0\n")
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench foresight: begin -->\nold\n<!-- bench foresight: end -->\nafter\n")
-    result = CliRunner().invoke(app, ["bench", "foresight", "--rows", str(path), "--json", "--doc", str(page)])
+    page.write_text("before\n<!-- bench accuracy: begin -->\nold\n<!-- bench accuracy: end -->\nafter\n")
+    result = CliRunner().invoke(app, ["bench", "accuracy", "--rows", str(path), "--json", "--doc", str(page)])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.splitlines()[-1])
     assert [r["error"] is None for r in said["rows"]] == [False] * 5 + [True] * 2
@@ -191,7 +191,7 @@ def test_the_command_predicts_all_it_can_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    result = CliRunner().invoke(app, ["bench", "foresight", "--rows", "nowhere.csv"])
+    result = CliRunner().invoke(app, ["bench", "accuracy", "--rows", "nowhere.csv"])
     assert result.exit_code == 1
     assert "no file nowhere.csv" in result.output
 

@@ -1,6 +1,6 @@
-"""Foresight on the accelerator at hand: step time and memory of zoo models, predicted on fake tensors and then measured.
+"""Accuracy of predictions on the accelerator at hand: step time and memory of zoo models, predicted on fake tensors and then measured.
 
-    python -m bench.gpu_foresight --out foresight.json
+    python -m bench.gpu_accuracy --out accuracy.json
 
 Some timed cases at a time are predicted and compiled, each by processes of its own, then timed one by one with nothing beside them; last
 comes memory, which others on the device do not change. A row goes to stderr as soon as it is there, and `--out` is written anew:
@@ -362,7 +362,7 @@ def filled(case: Case, seen: Observed | str, held: float, device: Device, place:
 
 
 def _memory(seen: Observed, held: float, device: Device, recorded: bool) -> dict[str, Any]:
-    """Foreseen and measured. A graph is recorded on a stream of its own, which has a workspace of its own."""
+    """Predicted and measured. A graph is recorded on a stream of its own, which has a workspace of its own."""
     if not held:
         return {}
     predicted = seen.peak + device.get("workspace.bytes", 0.0) * (2 if recorded else 1)
@@ -528,7 +528,7 @@ def main(argv: list[str]) -> None:
     run.write()
     shown = [{k: v for k, v in r.items() if k != "ran"} for r in run.rows]
     result = {
-        "bench": "gpu-foresight", "machine": run.profile.name, "rows": shown, "time": summary(run.rows, "error"),
+        "bench": "gpu-accuracy", "machine": run.profile.name, "rows": shown, "time": summary(run.rows, "error"),
         "memory": summary(run.rows, "memory_error"), "seconds": laps.laps,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
