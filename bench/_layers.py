@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.cluster.kernels import WIDTH, kept_width
-from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op
+from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op, through_experts
 from weft.plan.setting import Setting
 from weft.plan.transformer import Shape
 from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
@@ -272,15 +272,10 @@ class Layers:
         rows = max(1, self.tokens * s.chosen // local)
         sent = self.between * s.chosen
         route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
-        place = MemoryBound("dispatch", 2 * sent, 2 * sent, 4, 4, saved=sent, walk="memory.experts")
         swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
         inner = s.inner // t.tp
-        up = Gemm(rows, inner * (2 if s.gated else 1), s.hidden, local, t.dtype, "experts up", saved=sent, grouped=True)
         wide = rows * local * inner * self.width
-        act = MemoryBound("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts")
-        down = Gemm(rows, s.hidden, inner, local, t.dtype, "experts down", saved=wide, grouped=True)
-        back = MemoryBound("combine", 3 * sent, 3 * sent, 3, 3, walk="memory.experts")
-        return (*self.norm(), *self.enter(), route, place, *swap, up, act, down, *swap, back)
+        return (*self.norm(), *self.enter(), route, *through_experts(rows, s.hidden, inner, local, t.dtype, s.gated, sent, wide, swap))
 
 
 # --- backward passes, op by op

@@ -22,6 +22,7 @@ from weft.frontend.capture.micro import Micro
 from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Placements, PlacingOptions, place
+from weft.plan.sent_alone import sent_alone
 from weft.plan.spec import Spec
 from weft.plan.split import Stage, chosen_ends, numbered, split
 from weft.rewrite.updates import by_definition, by_rows
@@ -30,7 +31,7 @@ from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 from weft.transform.any_plan import any_plan
 from weft.transform.balanced_samples import balance_samples
-from weft.transform.chunks import in_chunks, sent_alone
+from weft.transform.chunks import in_chunks
 from weft.transform.gathers import gather_for_backward
 from weft.transform.low import heads, low_precision
 from weft.transform.noise import measured
@@ -217,8 +218,13 @@ def _experts(d: Draft) -> Draft:
     word = "async-ep" if d.spec.async_ep else "ragged-ep" if d.spec.ragged_ep else ""
     if not word:
         return d
-    made = _with_phases(d, lambda p: in_chunks(p, "ep") if d.spec.async_ep else sent_alone(p, "ep"))
-    if _programs(made) == _programs(d):
+    if d.spec.async_ep:
+        made = _with_phases(d, lambda p: in_chunks(p, "ep"))
+        done = [p.outputs for p in _programs(made)] != [p.outputs for p in _programs(d)]
+    else:  # in stages they are marked before these are split into passes
+        made = d if d.laid is not None else _with_phases(d, lambda p: sent_alone(p, "ep"))
+        done = any(n.attr("sent") for p in _programs(made) for n in p.nodes)
+    if not done:
         raise PlanError(
             f"{word} has nothing to do", needed="experts whose tokens are gathered along ep, an even number on every rank",
             found="none in the step", try_=f"leave out {word}",
@@ -226,10 +232,11 @@ def _experts(d: Draft) -> Draft:
     return made
 
 
-def _programs(d: Draft) -> list[object]:
-    """What is computed, by which two drafts are told apart."""
-    placed = [p for s in d.laid.stages for p in s.phases] if d.laid is not None else [d.program]
-    return [p.outputs for p in placed if p is not None]
+def _programs(d: Draft) -> list[Program]:
+    """The placed program, or that of every turn of every stage."""
+    if d.laid is not None:
+        return [p for s in d.laid.stages for p in s.phases]
+    return [d.program] if d.program is not None else []
 
 
 def _low_precision(d: Draft) -> Draft:

@@ -19,6 +19,7 @@ from weft.codegen.order import order
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.plan.spec import Spec
+from weft.runtime import token_all_to_all
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "eos_token_id": 1}
@@ -76,9 +77,9 @@ def torch_losses(name: str, batch: Callable[[int], Tensor] = batch) -> list[floa
 
 
 PLANS = {
-    "mixtral": (4, ["ep2,pp2,micro2,async-ep", "ep4,ragged-ep"]),
+    "mixtral": (4, ["ep2,pp2,micro2,async-ep", "ep4,ragged-ep", "ep2,pp2,micro2,ragged-ep"]),
     "qwen3": (2, ["ep2", "ep2,async-ep", "ep2,ragged-ep"]),
-    "deepseek": (4, ["ep2,tp2", "dp2,ep2,ragged-ep"]),
+    "deepseek": (4, ["ep2,tp2", "dp2,ep2,ragged-ep", "ep2,tp2,ragged-ep"]),
     "gpt-oss": (2, ["ep2,async-ep"]),
 }
 
@@ -89,11 +90,16 @@ def test_losses_equal_one_process(name: str, tmp_path: Path) -> None:
     want, (world, plans) = torch_losses(name), PLANS[name]
 
     def job(rank: int) -> None:
+        routed, counted = token_all_to_all._routing, []
+        token_all_to_all._routing = lambda *given: (counted.append(1), routed(*given))[1]
         for plan in plans:
             own = model(name)
             step = parallelize(own, loss, torch.optim.AdamW(own.parameters(), lr=1e-2), batch(0), plan=plan)
+            counted.clear()
             got = [step(batch(i)).item() for i in range(2)]
             torch.testing.assert_close(got, want, rtol=1e-8, atol=0, msg=lambda m, plan=plan: f"{plan}: {m}")
+            layers = own.config.num_hidden_layers  # in two stages of two micro-batches each rank has half of them twice
+            assert len(counted) == (2 * 2 * layers if "ragged" in plan else 0), plan  # tokens are sent forward and backward
 
     on_ranks(world, job, tmp_path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from weft import lang as w
@@ -14,7 +16,9 @@ from weft.cost.simulate import predict
 from weft.cost.work import Collective, Gemm, MemoryBound, Op, by_place, matmul_sizes, records
 from weft.frontend.trace import tensor, trace
 from weft.ops.attention import attention
+from weft.ops.experts import experts
 from weft.ops.registry import nbytes
+from weft.plan.sent_alone import sent_alone
 from weft.programs.blocks import mlp, self_attention
 from weft.schedule import sink, split
 from weft.schedule.groups import fuse
@@ -237,3 +241,21 @@ def test_what_is_written_over_what_was_read_is_not_fetched_first(ops: tuple[str,
     made = trace(lambda x, y: {"x": x * 2.0 + y - 1.0}, Mesh(dp=1), x=tensor("f32", 16), y=tensor("f32", 16))
     first = records(fuse(made, [n for n in made.nodes if n.op.name in ops]))[0]
     assert isinstance(first, MemoryBound) and first.walk == walk
+
+
+def test_what_sent_tokens_leave_out_takes_no_time_and_no_memory() -> None:
+    """Experts told to send: no rows are gathered or summed on their way, and the peak is that of a rank's own tokens."""
+
+    def layer(x: Any, picks: Any, weights: Any, up: Any, down: Any) -> Any:
+        rows = [w.all_gather(v, "ep") for v in (x, picks, weights)]
+        return w.reduce_scatter(experts(*rows, up, down, act="silu"), "ep", 0)
+
+    sizes = {"x": (64, 256), "picks": (64, 2), "weights": (64, 2), "up": (8, 32, 256), "down": (8, 256, 32)}
+    given = {n: tensor("i64" if n == "picks" else "f32", *size, ep=S(0)) for n, size in sizes.items()}
+    gathered = trace(layer, Mesh(ep=4), **given)
+    alone = sent_alone(gathered, "ep")
+    swap = ("all_to_all", 16 * 2 * 256 * 4)
+    assert sent(alone) == [("all_gather", 64 * 2 * 8), ("all_gather", 64 * 2 * 4), swap, swap]
+    given_bytes = sum(nbytes(n.type) for n in alone.inputs)
+    assert peak_bytes(gathered) - given_bytes == 64 * 2 * (8 + 4) + 2 * 64 * 256 * 4  # picks, weights, tokens and their sum
+    assert peak_bytes(alone) - given_bytes == 16 * 256 * 4  # a rank's own sum, once picks and weights are gone

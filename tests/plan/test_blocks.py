@@ -21,7 +21,7 @@ from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.work import Attention, Gemm, MemoryBound
+from weft.cost.work import Attention, Collective, Gemm, MemoryBound
 from weft.frontend import catalog
 from weft.frontend.capture import Captured, capture
 from weft.frontend.source import load as load_model
@@ -360,6 +360,21 @@ def test_dense_layers_before_those_with_experts_are_a_row_of_their_own() -> None
     work = at.work(Setting.counted(global_batch=8, micro_batch=4, dp=2, ep=2))
     assert [n for _, n in work.kinds] == [2, 3] and [b.expert_params > 0 for b, _ in work.kinds] == [False, True]
     assert work.first.params == 128 * 64 and all(b.parts and b.kept for b, _ in work.kinds)  # what runs again, and what is kept then
+
+
+def test_tokens_that_are_sent_go_to_the_ranks_of_their_picks_and_are_kept_once() -> None:
+    """Counted by hand: 2 samples of 256 tokens on each of 16 ranks, 2 picks of 512 numbers in 16 bits. The experts compute the same either way."""
+    sizes = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "vocab": 512, "ffn": 1024, "experts": 16, "chosen": 2}
+    stack, base = captured_stack("mixtral-8x7b", "bf16", 256, **sizes)[0], Setting.counted(global_batch=32, micro_batch=2, dp=16, ep=16)
+    gathered, sent = (stack.work(replace(base, ragged_ep=ragged)).layer for ragged in (False, True))
+    tokens = 2 * 256 * 512 * 2
+    swaps = [[(op.bytes, op.copies) for op in ops if isinstance(op, Collective) and op.kind == "all_to_all"] for ops in (sent.forward, sent.back)]
+    assert swaps == [[(2 * tokens, 2)] * 2, [(2 * tokens, 2)] * 3]  # there and back; tokens and what comes back there, gradients back
+    largest = [max(op.bytes for op in block.forward if isinstance(op, Collective) and op.kind == "all_gather") for block in (gathered, sent)]
+    assert largest[0] == 16 * tokens and largest[1] == 16 * 2 * 256 * 2 * 8  # all tokens; of all tokens their picks
+    assert gathered.saved - sent.saved == 16 * tokens  # a rank's own wait for the router either way
+    flops = [[sum(op.flops for op in ops if isinstance(op, Gemm)) for ops in (block.forward, block.back)] for block in (gathered, sent)]
+    assert flops[0] == flops[1]
 
 
 def test_what_is_not_trained_is_held_and_has_neither_gradient_nor_state() -> None:

@@ -102,6 +102,18 @@ def test_tensor_parallelism_beside_experts_is_there_for_who_asks() -> None:
     assert found == [{1}, {2}]
 
 
+def test_many_ranks_of_few_picks_are_sent_their_tokens_alone() -> None:
+    """Where all tokens are gathered on each of 32 ranks, they send and keep more: with that alone the best step is slower."""
+    mixed = Search(problem("4x8xH100", 128, replace(SMALL, layers=4, ffn=2048, experts=32, chosen=2)))
+    found = mixed.best(EVERYTHING)
+    assert isinstance(found, Found) and found.setting.ragged_ep and str(found.setting.spec).endswith("ragged-ep")
+    gathered = mixed.narrowed(Limits(pins=parse_pins(["ragged_ep=false"]))).best(EVERYTHING)
+    assert isinstance(gathered, Found) and gathered.seconds > found.seconds
+    same = replace(found.setting, ragged_ep=False)
+    sent, whole = (mixed.step(s) for s in (found.setting, same))
+    assert whole.peak_memory.total > sent.peak_memory.total
+
+
 def test_pins_are_read_strictly() -> None:
     assert parse_pins(["tp=4", "sequence-parallel=True"]) == {"tp": "4", "sequence_parallel": "true"}
     with pytest.raises(PlanError, match="cannot pin 'layers"):

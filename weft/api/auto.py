@@ -7,6 +7,7 @@ less: running blocks again, and micro-batches. Rank 0 plans and tells the others
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from weft.core.errors import LayoutError, PlanError
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.core.text import parse
-from weft.cost.price import on_mesh
+from weft.cost.price import compiles, on_mesh
 from weft.cost.simulate import predict
 from weft.cost.timeline import Seen
 from weft.cost.work import of_node
@@ -185,7 +186,8 @@ def fill(
 ) -> Pool:  # fmt: skip
     """The pool with every plan it can have, those in it last that need not be looked at further; `more` where not all of them fit."""
     request = pool.request
-    every = map(pool.fixed, words(pool.captured, pool.where.devices, request.rows))
+    node_by_node = not compiles(pool.where.device)  # as a step is run whose host reads how many tokens go where
+    every = map(pool.fixed, words(pool.captured, pool.where.devices, request.rows, node_by_node))
     for named in filter(pool.allows, sorted(every, key=_sharing) if pool.in_haste else every):
         if pool.is_beaten(named):
             continue
@@ -219,8 +221,9 @@ def with_doubles(where: Cluster) -> Cluster:
     return replace(where, groups=tuple(groups))
 
 
-def words(captured: Captured, world: int, rows: int = 0) -> Iterator[Spec]:
-    """Every plan by name for so many processes; cp and ep where the step has sequences and experts to shard."""
+def words(captured: Captured, world: int, rows: int = 0, sends: bool = False) -> Iterator[Spec]:
+    """Every plan by name for so many processes; cp and ep where the step has sequences and experts to shard, `sends` tokens alone to the experts they
+    picked, or not."""
     batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
     rows = rows or min((n.shape[0] for n in batch), default=1)
     length = min((n.shape[1] for n in batch if n.ndim > 1), default=1)
@@ -232,7 +235,8 @@ def words(captured: Captured, world: int, rows: int = 0) -> Iterator[Spec]:
                     continue
                 tp = world // dp // cp // ep
                 for zero in (0, 1, 3) if dp > 1 else (0,):  # zero2 is zero1 here: a gradient never outlives its update
-                    yield from (Spec(dp, cp, ep, tp, zero, sp) for sp in ((False, True) if tp > 1 else (False,)))
+                    ways = itertools.product((False, True) if tp > 1 else (False,), (False, True) if ep > 1 and sends else (False,))
+                    yield from (Spec(dp, cp, ep, tp, zero, sp, ragged_ep=ragged) for sp, ragged in ways)
 
 
 def _sharing(named: Spec) -> int:
@@ -308,7 +312,7 @@ class Pool:
         try:
             draft = _placed(self._of(named), named, request)
             self.placed[name] = cast(Program, draft.program)
-            self.add(name, named, cast(Program, passes.run(draft, after="place", until="noise").program))
+            self.add(name, named, cast(Program, passes.run(draft, after="place", until="experts").program))
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
 

@@ -14,14 +14,14 @@ from weft.codegen.text import settings
 from weft.codegen.updates import updates
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.comm import all_gather, reduce_scatter
+from weft.ops.comm import all_gather
 from weft.ops.conv import conv2d_input_grad, conv2d_weight_grad
 from weft.ops.experts import _back as experts_back
 from weft.ops.experts import _through as experts_through
-from weft.ops.experts import experts, experts_backward
+from weft.ops.experts import experts, left_out, sent
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind
-from weft.ops.shape import concat_op, item, narrow_op, pad_op, reshape_op
+from weft.ops.shape import concat_op, narrow_op, pad_op, reshape_op
 
 
 def peepholes_of(program: Program, busy: Collection[Node], coords: Mapping[str, int], donate: bool, device: str) -> list[Peephole]:
@@ -71,35 +71,14 @@ def _documents(p: Program, device: str) -> Iterator[Peephole]:
 
 
 def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Peephole]:
-    done: set[Node] = set()
-    for n in p.nodes:
-        axis = n.attr("sent")
-        rows = (0, 1) if axis and n.op is experts_backward else (0,)  # operands with a row of features for every token
-        made = _scattered(p, n, axis, len(n.types) > 1) if axis else None
-        if made is None or any(n.args[k].op is not all_gather or n.args[k].attr("axis") != axis for k in rows):
-            continue
-        done |= {n.args[k] for k in rows} | {n}
-        inputs = (*(n.args[k].args[0] for k in rows), *n.args[len(rows) :])
+    for n, way in sent(p):
+        k, made = len(way.gathers), way.made
+        inputs = (*(g.args[0] for g in way.gathers), *n.args[k:])
         outputs = (made[-1], n) if len(n.types) > 1 else made[-1:]
-        text = _sent_text(n, inputs, made[-1], axis, coords, device)
+        text = _sent_text(n, inputs, made[-1], n.attr("sent"), coords, device)
         yield Peephole((n, *made), inputs, outputs, text, names={f"{n.op.name}_on": _EXPERTS[n.op.name]})
-    for gather in dict.fromkeys(a for n in done for a in n.args if a in done):
-        if all(u in done for u in p.users[gather]) and not p.outputs_of(gather):
-            yield Peephole((gather,), (), (), lambda v: "pass")
-
-
-def _scattered(p: Program, n: Node, axis: str, first: bool) -> tuple[Node, ...] | None:
-    """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; nothing but reshapes between."""
-    found: list[Node] = []
-    users = [u for u in p.users[n] if u.op.is_item and u.attr("index") == 0] if first else list(p.users[n])
-    while len(users) == 1 and not p.outputs_of(users[0]):
-        found.append(users[0])
-        if users[0].op is reduce_scatter and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
-            return tuple(found)
-        if users[0].op not in (reshape_op, item):
-            return None
-        users = list(p.users[users[0]])
-    return None
+    for gather in (n for n in left_out(p) if n.op is all_gather):
+        yield Peephole((gather,), (), (), lambda v: "pass")
 
 
 def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:

@@ -16,6 +16,7 @@ from functools import cached_property
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.cost.work import MemoryBound, Op, Work, attention_of, scores_in_memory
+from weft.ops.comm import all_gather
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
 from weft.ops.shape import permute_op, reshape_op
@@ -44,7 +45,7 @@ class Kernels:
                 level[n] = 0
                 continue
             level[n] = max((level[a] + (not self.moves(a)) for a in n.args), default=0)
-            if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_matmul(n):
+            if (n.op.kind is Kind.VIEW and len(n.args) == 1 and not self._copies(n)) or self._work.is_done_by_matmul(n) or n in self.left_out:
                 continue
             if n not in self.ahead and not self._waits(n):
                 continue
@@ -74,6 +75,11 @@ class Kernels:
     def _work(self) -> Work:
         return Work(self.program)
 
+    @property
+    def left_out(self) -> frozenset[Node]:
+        """What is not run."""
+        return self._work.left_out
+
     @cached_property
     def _known(self) -> dict[Node, bool]:
         return {}
@@ -97,9 +103,9 @@ class Kernels:
         return self._may_join(n) and level[a] == level[n] and self.apart(a) == self.apart(n)
 
     def base(self, node: Node) -> Node:
-        """What a view is of, and what a matmul adds its bias to."""
+        """What a view is of, what a matmul adds its bias to, and what is gathered in words alone."""
         while True:
-            if node.op.kind is Kind.VIEW and len(node.args) == 1:
+            if node.op.kind is Kind.VIEW and len(node.args) == 1 or node.op is all_gather and node in self.left_out:
                 node = node.args[0]
             elif self._work.is_done_by_matmul(node):
                 node = next(a for a in node.args if a.op.kind is Kind.CONTRACT)

@@ -6,6 +6,7 @@ import itertools
 
 from weft.core.node import Node
 from weft.core.program import Program
+from weft.ops.experts import left_out, sent
 from weft.ops.host import COPIES
 from weft.ops.registry import Kind, nbytes
 
@@ -62,13 +63,16 @@ class Lifetimes:
         self.end = len(program.nodes)
         self._inputs = frozenset(program.inputs)
         self._replaced = {output for output, _ in program.state}
+        made = dict(sent(program))  # which need no room for what they gather, nor for the sum of all tokens
+        self._unmade = left_out(program) - {s.made[-1] for s in made.values()}
+        self._sent = made.keys()
         self._kernel = {n: kernel for g in program.groups if g.kind == "fuse" for kernel in [frozenset(g.nodes)] for n in kernel}
 
     def of(self, node: Node, index: int) -> Span | None:
         """From when to when result `index` of a node takes memory; None where it takes none."""
         if node in self._inputs:
             return 0, self.end
-        if node.op.kind is Kind.VIEW or not node.args:
+        if node.op.kind is Kind.VIEW or not node.args or node in self._unmade or index == 0 and node in self._sent:
             return None
         readers, outputs = self._readers(node, index)
         if not (readers or outputs) or self._is_fused(node, readers, outputs):
@@ -92,7 +96,7 @@ class Lifetimes:
         todo = [u for u in self.program.users[node] if not u.op.is_item or u.attr("index") == index]
         while todo:
             user = todo.pop()
-            if user.op.kind is Kind.VIEW and user.op not in COPIES:
+            if user.op.kind is Kind.VIEW and user.op not in COPIES or user in self._unmade:
                 outputs += self.program.outputs_of(user)
                 todo += self.program.users[user]
             else:

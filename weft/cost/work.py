@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from weft.core.layout import Layout
 from weft.core.node import DTYPE_NAMES, Node
 from weft.core.program import Group, Program
 from weft.ops.comm import all_gather, all_reduce, all_to_all, broadcast, reduce_, reduce_scatter
+from weft.ops.experts import left_out, picks_of
 from weft.ops.host import COPIES
 from weft.ops.pointwise import add
 from weft.ops.registry import ONE, Kind, equation_of, flops, memory_traffic, nbytes
@@ -162,6 +164,8 @@ class Work:
     def of(self, node: Node, placed: Node | None = None) -> list[Op]:
         """What a node is; `placed` is the same node on a mesh, where the program is on none."""
         at = placed or node
+        if node in self.left_out:
+            return []
         if self.is_done_by_matmul(node) or (node.op in (add, pad_op) and self._is_padded_part(node)):
             return []
         if _side_by_side(node) or (node.op is concat_op and not self._is_sent(node)):
@@ -169,6 +173,11 @@ class Work:
         if node.op is pad_op:
             return [MemoryBound("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
         return list(of_node(at, *self.edges(node)))
+
+    @cached_property
+    def left_out(self) -> frozenset[Node]:
+        """What is not run."""
+        return left_out(self.program)
 
     def context(self, node: Node) -> object:
         """What of its neighbours a node's records depend on."""
@@ -255,9 +264,7 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
     elif node.op.attends is not None and not _in_one_kernel(node):
         yield from _with_scores(node)
     elif node.op.products is not None:
-        products = [Gemm(m, n, k, often, dtype_of(node), name) for m, n, k, often in node.op.products(node)]
-        yield from products
-        yield MemoryBound(f"rows of {name}", 2.0 * sum(p.batch * p.m * p.n for p in products) * WIDTH[dtype_of(node)], 0, 2 * len(products))  # between them
+        yield from _experts(node)
     else:
         share = "gemm.efficiency"
         if node.op.attends is not None:
@@ -268,6 +275,48 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
             dtype=dtype_of(node), share=share, math=_elements(node) if node.op.transcendental else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip
+
+
+def through_experts(
+    rows: int, hidden: int, inner: int, count: int, dtype: str, gated: bool, brought: float, wide: float, swap: Sequence[Op] = ()
+) -> tuple[Op, ...]:
+    """A layer of experts of a rank, as weft's op and systems whose steps were published run it: tokens are brought to `count` experts, `rows` to each,
+    sent by `swap` where others have them, and come back. `brought` are bytes of all rows as tokens, `wide` as an expert has them inside."""
+    return (
+        MemoryBound("dispatch", 2 * brought, 2 * brought, 4, 4, saved=brought, walk="memory.experts"), *swap,
+        Gemm(rows, inner * (2 if gated else 1), hidden, count, dtype, "experts up", saved=brought, grouped=True),
+        MemoryBound("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts"),
+        Gemm(rows, hidden, inner, count, dtype, "experts down", saved=wide, grouped=True), *swap,
+        MemoryBound("combine", 3 * brought, 3 * brought, 3, 3, walk="memory.experts"),
+    )  # fmt: skip
+
+
+def _experts(node: Node) -> Iterator[Op]:
+    """Experts, or their backward, which keeps no more than the tokens: it brings them and what comes back to the experts, and is through the first
+    matmul once more."""
+    assert node.op.products is not None
+    products, dtype, axis = node.op.products(node), dtype_of(node), node.attr("sent")
+    (rows, twice, hidden, count), back = products[0], len(products) > 2
+    inner = products[1][1] if back else products[1][2]
+    brought, wide = (float(rows * count * size * WIDTH[dtype]) for size in (hidden, inner))
+    swap = [Collective("all_to_all", brought, axis, "tokens to experts", copies=picks_of(node))] if axis else []
+    forward = through_experts(rows, hidden, inner, count, dtype, twice > inner, brought, wide, swap)
+    if not back:
+        yield from forward
+        return
+    dispatch, up, combine = forward[0], forward[1 + len(swap)], forward[-1]
+    yield from (dispatch, dispatch, *swap, *swap, up)
+    yield from (Gemm(m, n, k, often, dtype, node.op.name, grouped=True) for m, n, k, often in products[1:])
+    yield MemoryBound("expert activation", 6 * wide, 0, walk="memory.experts")
+    yield from (*swap, combine)
+
+
+def inside(node: Node) -> float:
+    """Bytes that an op of experts has of its rows at once, half of what its backward has: as tokens on both sides, and as the experts have them."""
+    if node.op.products is None:
+        return 0.0
+    rows, twice, hidden, count = node.op.products(node)[0]
+    return float(rows * count * (2 * hidden + 1.5 * twice) * WIDTH[dtype_of(node)])
 
 
 def _in_pieces(node: Node) -> Iterator[Op]:

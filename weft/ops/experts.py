@@ -8,7 +8,8 @@ modules become dispatch, matmuls over slots and combine, whose tokens are sent b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.node import Attrs, Node
+from weft.core.program import Program
 from weft.ops import pointwise as w
-from weft.ops.comm import all_reduce_partials
+from weft.ops.comm import all_gather, all_reduce_partials, reduce_scatter
 from weft.ops.registry import Equation, Kind, Local, Types, define
+from weft.ops.shape import item, reshape_op
 
 TOKENS, PICKS, UP, DOWN = ("t", "d"), ("t", "k"), ("e", "f", "d"), ("e", "d", "f")
 WHOLE = frozenset("dk")
@@ -130,3 +133,60 @@ experts = define(
     flops=lambda n: _work(n, 3, 2.0),
     products=lambda n: _matmuls_of(n, 3),
 )
+
+
+# -- tokens sent to the ranks they picked, where they would be gathered ----------------------------------------------------------------
+
+
+def picks_of(n: Node) -> int:
+    """How many experts each token goes to."""
+    return n.args[2 if n.op is experts_backward else 1].shape[-1]
+
+
+@dataclass(frozen=True)
+class Sending:
+    """An op of experts that may send its tokens along an axis: the gathers of their rows, and what leads from its result to each rank's slice of the sum."""
+
+    gathers: tuple[Node, ...]
+    made: tuple[Node, ...]
+
+
+def sending(p: Program, n: Node, axis: str) -> Sending | None:
+    """What an op does itself where tokens are sent; None where its rows are not gathered along the axis, or the sum is not left in slices."""
+    if n.op not in (experts, experts_backward):
+        return None
+    rows = n.args[: 2 if n.op is experts_backward else 1]
+    gathered = all(a.op is all_gather and a.attr("axis") == axis and len(a.args) == 1 for a in rows)
+    made = _to_slices(p, n, axis) if gathered else None
+    return Sending(rows, made) if made is not None else None
+
+
+def _to_slices(p: Program, n: Node, axis: str) -> tuple[Node, ...] | None:
+    """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; nothing but reshapes between."""
+    found: list[Node] = []
+    users = [u for u in p.users[n] if u.op.is_item and u.attr("index") == 0] if len(n.types) > 1 else list(p.users[n])
+    while len(users) == 1:
+        found.append(users[0])
+        if users[0].op is reduce_scatter and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
+            return tuple(found)
+        if users[0].op not in (reshape_op, item) or p.outputs_of(users[0]):
+            return None
+        users = list(p.users[users[0]])
+    return None
+
+
+def sent(p: Program) -> Iterator[tuple[Node, Sending]]:
+    """The ops of experts that are marked to send their tokens, and can."""
+    for n in p.nodes:
+        axis = n.attr("sent")
+        found = sending(p, n, axis) if axis else None
+        if found is not None:
+            yield n, found
+
+
+def left_out(p: Program) -> frozenset[Node]:
+    """Gathers and sums in slices that are not run, since the ops of experts around them send their tokens."""
+    made = dict(sent(p))
+    gathers = {a for s in made.values() for a in s.gathers}
+    alone = {a for a in gathers if not p.outputs_of(a) and all(u in made and a in made[u].gathers for u in p.users[a])}
+    return frozenset(alone | {s.made[-1] for s in made.values()})

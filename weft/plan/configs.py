@@ -133,7 +133,7 @@ def _torchtitan(k: Keys) -> Read:
     setting = Setting.counted(
         batch, micro, dp, tp, pp, cp, ep, virtual, k.get(p + "enable_sequence_parallel", True) and tp > 1, zero, kept,
         _titan_recompute(k, again), schedule, kernels="compiled" if compiled else "eager", dtype=dtype, overlap_sends=True,
-        overlap_tp=k.get("compile.enable_async_tensor_parallel", False, p + "enable_async_tensor_parallel"),
+        overlap_tp=k.get("compile.enable_async_tensor_parallel", False, p + "enable_async_tensor_parallel"), ragged_ep=ep > 1,
         batch_first=tp > 1 and micro > 1, master=DTYPES[str(k.get("training.dtype", "float32"))] == "fp32",
     )  # fmt: skip
     return Read("torchtitan", setting.with_layers(layers), seq)
@@ -217,6 +217,7 @@ def _megatron(k: Keys) -> Read:
     k.assumed["kernels"] = "compiled (fused kernels of Transformer Engine)"
     if ep > 1:
         k.get("expert-tensor-parallel-size", tp)
+        setting = replace(setting, ragged_ep=k.get("moe-token-dispatcher-type", "allgather") != "allgather")
     for name in ("optimizer-cpu-offload", "cpu-offloading"):
         _asked(k, name, "not priced")
     made = replace(setting, stages=_blocks(full, layers or (depth,))) if full and depth else setting.with_layers(layers)

@@ -12,13 +12,14 @@ from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.grouping import CLASSIC, EAGER, Kernels, held
-from weft.cost.work import Collective, Gemm, Op, scores_kept
+from weft.cost.work import Collective, Gemm, Op, inside, scores_kept
 from weft.ops.comm import all_gather, all_reduce, is_comm, reduce_scatter
 from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind
 from weft.plan.layers import ATTENTION, FFN, WHOLE
 from weft.plan.named import input_layouts
 from weft.plan.place import Placements, placed_with
+from weft.plan.sent_alone import sent_alone
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAYER, WAYS, Short
 from weft.plan.spec import Spec
@@ -41,7 +42,12 @@ class PlacedShort:
             f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
-        return placed_with(p, named.mesh, held, options, outputs=placements)
+        placed, made = placed_with(p, named.mesh, held, options, outputs=placements)
+        if not s.ragged_ep:
+            return placed, made
+        became: dict[Node, Node] = {}
+        placed = sent_alone(placed, "ep", became)
+        return placed, {old: became[new] for old, new in made.items()}
 
     @property
     def program(self) -> Program:
@@ -144,8 +150,8 @@ class PlacedShort:
 
     def largest(self, part: int) -> float:
         """The largest value that passes."""
-        sizes = [held(n) for n in self.program.nodes if self.part[n] == part and n.args and n.op.kind is not Kind.VIEW and n not in self.idle
-                 and n not in self.late]  # fmt: skip
+        sizes = [inside(n) or held(n) for n in self.program.nodes if self.part[n] == part and n.args and n.op.kind is not Kind.VIEW
+                 and n not in self.idle and n not in self.late and n not in self.joined.left_out]  # fmt: skip
         return float(max(sizes, default=0))
 
     def params(self, part: int, experts: bool, of: Collection[bool] = (True, False)) -> float:

@@ -443,7 +443,7 @@ class Padded(Search):
 
 def _work_key(s: Setting) -> tuple[object, ...]:
     """What a workload depends on."""
-    return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sp, s.async_tp)
+    return (s.micro_batch, s.tp, s.cp, s.ep, s.pp == 1, s.sp, s.async_tp, s.ragged_ep)
 
 
 def _leanest(space: Space, s: Setting) -> Setting:
@@ -471,7 +471,7 @@ def plainness(s: Setting) -> tuple[object, ...]:
     used = sum(getattr(s, a) > 1 for a in ("tp", "pp", "cp", "ep"))
     kept = (*RECOMPUTE, *OFFLOADED, MIXED).index(s.again)
     shape = (used, s.pp, s.tp, s.cp, s.ep, s.zero, s.chunks)
-    return (*shape, s.schedule, kept, -s.micro_batch, s.sp, s.async_tp, s.gather_once)
+    return (*shape, s.schedule, kept, -s.micro_batch, s.sp, s.async_tp, s.ragged_ep, s.gather_once)
 
 
 def describe(s: Setting) -> str:
@@ -480,6 +480,7 @@ def describe(s: Setting) -> str:
     extra = [f"zero{s.zero}" + (" kept" if s.gather_once else "")] if s.zero and s.size("data") > 1 else []
     extra += ["sequence parallel"] if s.sp else []
     extra += ["async tp"] if s.async_tp else []
+    extra += ["ragged ep"] if s.ragged_ep else []
     extra += [s.schedule + (f" x{s.chunks}" if s.chunks > 1 else "")] if s.pp > 1 else []
     extra += [s.again if s.again == OFFLOAD else f"recompute {s.again}"] if s.again else []
     return ", ".join([degrees, *extra, f"micro-batch {s.micro_batch}"])

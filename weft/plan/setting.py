@@ -20,7 +20,7 @@ NAMED = {  # decisions as pins, reports and other systems name them, where a Spe
 
 DECISIONS = (  # what reports and exports tell of a setting, by these names
     "global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual", "sequence_parallel", "zero", "keep_gathered", "recompute", "schedule", "kernels",
-    "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "overlap_tp", "batch_first", "master",
+    "dtype", "grad_dtype", "overlap_grads", "overlap_params", "overlap_sends", "overlap_tp", "ragged_ep", "batch_first", "master",
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Space:
     measure: Measure = CUT_TO_MEASURE  # what may be mixed, and whether stages may differ
     schedules: tuple[str, ...] = tuple(s.name for s in SCHEDULES.values() if s.searched)
     async_tp: tuple[bool, ...] = (False, True)
+    ragged_ep: tuple[bool, ...] = (False, True)
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_sends: bool = True
@@ -50,7 +51,7 @@ class Space:
 
 PINNED = (
     "dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual", "sequence_parallel", "overlap_tp", "keep_gathered",
-    "copies", "micro_batches",
+    "ragged_ep", "copies", "micro_batches",
 )  # fmt: skip
 
 
@@ -226,10 +227,11 @@ def _micro_batches(problem: PlanProblem, replicas: int) -> list[int]:
 
 
 def _choices(problem: PlanProblem, space: Space, base: Setting) -> Iterator[Setting]:
-    for sp, overlap in _tensor_strategies(space, base):
+    sent = space.ragged_ep if base.ep > 1 else (False,)
+    for (sp, overlap), ragged in itertools.product(_tensor_strategies(space, base), sent):
         for recompute in space.recompute:
             for schedule, chunks in _schedules(problem, space, base):
-                yield replace(base, sp=sp, async_tp=overlap, recompute=recompute, schedule=schedule, virtual=chunks)
+                yield replace(base, sp=sp, async_tp=overlap, ragged_ep=ragged, recompute=recompute, schedule=schedule, virtual=chunks)
 
 
 def shardings(space: Space, limits: Limits, s: Setting) -> Iterator[Setting]:

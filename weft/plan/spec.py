@@ -43,6 +43,7 @@ DECIDED = (
     "sp",
     "gather_once",
     "async_tp",
+    "ragged_ep",
 )  # by a search
 RECOMPUTE = ("", "selective", "per-op", "full")  # what all layers of a stack may recompute
 OFFLOAD = "offload"  # the host keeps what the backward pass reads of a layer or, of one that is recomputed, its inputs

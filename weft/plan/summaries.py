@@ -130,6 +130,8 @@ def _room(plan: Plan) -> str:
 def _stack(plan: Plan) -> Iterator[Row]:
     s = plan.setting
     yield from ((axis, str(getattr(s, axis)), means) for axis, means in DEGREES.items() if getattr(s, axis) > 1)
+    if s.ragged_ep:
+        yield "tokens", "sent", "to the ranks of the experts they picked alone (ragged-ep), picks even; on GPUs parallelize runs such a step node by node"
     yield _in_pieces(s.micro_batch, s.micro_batches, s.global_batch)
     yield _sharded(s)
     if s.tp > 1:

@@ -64,18 +64,6 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
     return rebuilt(p, node, made)
 
 
-def sent_alone(p: Program, axis: str) -> Program:
-    """The placed program with the experts that are reached along an axis told to have tokens sent to the ranks they picked: the same values, run
-    by an all_to_all whose sizes the moment decides. Where each rank has as many tokens and as many experts."""
-
-    def node(n: Node, args: tuple[Node, ...]) -> Node:
-        gathered = n.args[0].op is all_gather and n.args[0].attr("axis") == axis if n.op.products is not None and n.args else False
-        even = gathered and all(a.layout.is_even for a in (n.args[0].args[0], n.args[-1]))
-        return make(n.op, args, {**dict(n.attrs), "sent": axis}) if even else with_operands(n, args)
-
-    return rebuilt(p, node)
-
-
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
     """The results of an op made of matmuls, whose tokens, the rows of its first operand, are gathered along the axis; none where there is nothing to be
     chunked. Where experts are gathered instead, picks count all of them, and some alone would be others."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from weft.core.node import Node, remade, toposort
 from weft.core.program import Program
 from weft.core.role import Role
+from weft.ops.comm import all_gather
+from weft.ops.experts import left_out
 from weft.ops.source import input_node
 from weft.plan.split import program_of
 
@@ -14,7 +16,8 @@ from weft.plan.split import program_of
 def in_turn(p: Program, groups: Sequence[Sequence[str]], afresh: Sequence[Role]) -> list[Program]:
     """One program per group of outputs. What later ones read is an output `kept.K` of the first that has it.
 
-    A value made only of inputs of the roles `afresh`, such as a gathered weight, is made again rather than kept.
+    A value made only of inputs of the roles `afresh`, such as a gathered weight, is made again rather than kept. Of tokens that are sent, and
+    only in words gathered, each rank keeps its own.
     """
     turn = _phase_of(p, groups)
     cheap = _made_of(p, afresh)
@@ -41,9 +44,11 @@ def _made_of(p: Program, afresh: Sequence[Role]) -> set[Node]:
 
 def _kept(p: Program, groups: Sequence[Sequence[str]], turn: dict[Node, int], cheap: set[Node]) -> dict[Node, str]:
     last: dict[Node, int] = {}
+    unmade = {n for n in left_out(p) if n.op is all_gather}
     for n, k in turn.items():
         for a in n.args:
-            last[a] = max(k, last.get(a, 0))
+            read = a.args[0] if a in unmade else a
+            last[read] = max(k, last.get(read, 0))
     for k, group in enumerate(groups):
         for name in group:
             last[p.output_names[name]] = max(k, last.get(p.output_names[name], 0))

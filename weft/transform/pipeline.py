@@ -24,6 +24,7 @@ from weft.ops.registry import Kind
 from weft.ops.shape import concat, concat_op
 from weft.ops.source import input_node
 from weft.plan.place import Placements, PlacingOptions, place
+from weft.plan.sent_alone import sent_alone
 from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, Stage, program_of
 from weft.transform.phases import in_turn
@@ -144,6 +145,7 @@ def place_stage(stage: Stage, named: Spec, placements: Held, options: PlacingOpt
     wants |= {n: {**borders[_act(n)].way.placements, **here} for n in stage.step.output_names if _passes(n)}
     wants |= {n: {**placements[n], **here} for n in stage.gives("d.param.") if n in placements}
     program = place(stage.step, named.mesh, inputs, options, outputs=wants, arrivals=arrive)
+    program = sent_alone(program, "ep") if named.ragged_ep else program
     _require_no_pp_collective(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
     turns = tuple(in_turn(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
