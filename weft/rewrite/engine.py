@@ -26,7 +26,6 @@ class Rule:
     name: str
     left: tuple[Any, ...]
     right: tuple[Any, ...]
-    doc: str = ""
 
     def __post_init__(self) -> None:
         known = holes_of(*self.left)
@@ -45,9 +44,9 @@ class Rule:
         return f"{left}  ->  {right}"
 
 
-def rule(name: str, left: Any, right: Any, doc: str = "") -> Rule:
+def rule(name: str, left: Any, right: Any) -> Rule:
     """A rule from one expression per side, or a tuple of them for several outputs."""
-    return Rule(name, left if isinstance(left, tuple) else (left,), right if isinstance(right, tuple) else (right,), doc)
+    return Rule(name, left if isinstance(left, tuple) else (left,), right if isinstance(right, tuple) else (right,))
 
 
 def match_rule(r: Rule, places: Sequence[Node]) -> Bindings | None:

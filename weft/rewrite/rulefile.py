@@ -17,7 +17,7 @@ from weft.rewrite.pattern import AttrHole, Call, Hole, Star
 from weft.rewrite.schema import Condition, OpHole, Schema, Size
 
 
-def parse_rules(text: str, family: str = "") -> list[Schema]:
+def parse_rules(text: str) -> list[Schema]:
     """Every rule of a text; a line that starts with a blank goes on with the rule before it."""
     joined: list[str] = []
     for raw in text.splitlines():
@@ -26,7 +26,7 @@ def parse_rules(text: str, family: str = "") -> list[Schema]:
             joined[-1] += " " + line.strip()
         elif line:
             joined.append(line)
-    rules: list[Schema] = []
+    rules, family = list[Schema](), ""
     for line in joined:
         if re.fullmatch(r"\[\w+\]", line):
             family = line[1:-1]
