@@ -68,7 +68,7 @@ class _HybridBuilder(Layers):
         last = replace(last, forward=last.forward * heads, back=last.back * heads, saved=last.saved * heads)
         return Workload(
             s.name, self.first(), self.mixture(), s.layers + 2 * s.ahead, last, tokens=t.micro_batch * s.seq,
-            model_flops=s.flops_per_token, total_params=s.params, boundary=self.stream / t.tp,
+            model_flops=s.flops_per_token, boundary=self.stream / t.tp,
             others=((self.mamba(), s.mamba), (attention, s.attention + s.ahead)),
         )  # fmt: skip
 

@@ -121,7 +121,7 @@ class Layers:
         s, t = self.shape, self.setting
         return Workload(
             s.name, self.first(), self.layer(bool(s.experts)), s.layers, self.last(), tokens=t.micro_batch * s.seq, model_flops=s.flops_per_token,
-            total_params=s.params, boundary=self.stream / t.tp, shared=s.vocab * s.hidden / t.tp if s.tied else 0.0, halves=self.halves(bool(s.experts)),
+            boundary=self.stream / t.tp, shared=s.vocab * s.hidden / t.tp if s.tied else 0.0, halves=self.halves(bool(s.experts)),
         )  # fmt: skip
 
     # --- blocks

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from bench._graph.roles import GRADS, PARAMS, SPREAD, VALUES
 from bench._graph.stages import FULL, MIXED, NONE, Staged, Stager, pipelined
 from bench._graph.task import CapturedTask
 from bench._graph.timing import PlacedProgram
@@ -30,7 +31,7 @@ from weft.plan.layouts.strategies import Strategies
 from weft.plan.named import as_state, input_layouts
 from weft.plan.place import place
 from weft.plan.rewritten import Move, as_run
-from weft.plan.roles import GRADS, PARAMS, SPREAD, VALUES, Roles
+from weft.plan.roles import Roles
 from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.space import divisors
 from weft.plan.spec import Spec

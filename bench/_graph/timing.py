@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from bench._graph.roles import GRADS, PARAMS, SPREAD, RunRoles
 from weft.cluster.spec import Cluster
 from weft.core.node import Node
 from weft.core.program import Program
@@ -25,7 +26,6 @@ from weft.cost.walk import Phase, Walk, combine
 from weft.cost.work import Collective, Op, Work
 from weft.ops.comm import is_comm
 from weft.ops.registry import Kind, nbytes
-from weft.plan.roles import GRADS, PARAMS, SPREAD, Roles
 from weft.schedule.verbs import BUCKET, FIRST, is_full
 
 SLICES = ("slice", "turn")  # change the layout of what is at hand; nothing is sent
@@ -40,8 +40,8 @@ class PlacedProgram:
     again: frozenset[str] = frozenset()  # inputs gathered anew for the backward pass, their copies dropped after the forward
 
     @cached_property
-    def roles(self) -> Roles:
-        return Roles(self.program)
+    def roles(self) -> RunRoles:
+        return RunRoles(self.program)
 
     @cached_property
     def costs(self) -> Costs:
@@ -130,7 +130,7 @@ def computing(program: Program, node: Node) -> set[Node]:
     return found
 
 
-def _before_travel(roles: Roles, node: Node) -> Node:
+def _before_travel(roles: RunRoles, node: Node) -> Node:
     while node in roles.only_updates and node.args:
         node = node.args[0]
     return node

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench._graph.planner import make_plan
+from bench._graph.roles import GRADS, PARAMS, RunRoles
 from bench._graph.search import ALL, NOTHING, Candidate, GraphSearch
 from bench._graph.stages import MIXED, NONE, Stager, pipelined
 from bench._graph.task import CapturedTask
@@ -30,7 +31,6 @@ from weft.plan.place import place
 from weft.plan.plan import Plan, parse
 from weft.plan.planner import Request
 from weft.plan.planner import make_plan as plan_of
-from weft.plan.roles import GRADS, PARAMS, Roles
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
 from weft.report import html
@@ -63,7 +63,7 @@ def test_samples_are_the_dim_that_grows() -> None:
 
 
 def test_gradients_are_reduced_for_updates_alone() -> None:
-    roles = Roles(data_parallel().program)
+    roles = RunRoles(data_parallel().program)
     sums = [n for n in roles.order if n.op.name == "all_reduce" and n.shape]
     assert sums and all(roles.carried(n) == GRADS for n in sums)
 
@@ -73,12 +73,12 @@ def test_gathered_parameters_are_given() -> None:
     captured = many.captured()
     held = {name: {"dp": S(0)} for name in captured.program.input_names if name.startswith("param.") and name.endswith("weight")}
     placed = place(captured.program, Mesh(dp=4), held | many.cut_samples("dp"))
-    roles = Roles(placed)
+    roles = RunRoles(placed)
     assert {roles.carried(n) for n in placed.nodes if n.op.name == "all_gather" and n not in roles.after} == {PARAMS}
 
 
 def test_updates_come_last_and_backward_after_forward() -> None:
-    roles = Roles(data_parallel().program)
+    roles = RunRoles(data_parallel().program)
     phases = [roles._phase(n) for n in roles.order]
     assert phases == sorted(phases)
 

@@ -7,13 +7,13 @@ import math
 
 import pytest
 
+from bench._graph.roles import GRADS, PARAMS
 from bench._graph.search import Candidate, GraphSearch
 from bench._graph.stages import FULL, NONE, Stager
 from bench._graph.task import CapturedTask
 from weft.cluster.spec import cluster
 from weft.plan.baselines import BASELINES
 from weft.plan.planner import captured_stack, sized_stack
-from weft.plan.roles import GRADS, PARAMS
 from weft.plan.search import CLOSE, Found, Search
 from weft.plan.setting import Setting
 from weft.plan.space import Limits, PlanProblem

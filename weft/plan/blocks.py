@@ -170,7 +170,7 @@ class Stack:
         halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if short.half else ()
         passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
         return Workload(
-            self.name, placed.block("first", FIRST), layer, self.depth, last, tokens=1, model_flops=self.flops_per_token, total_params=self.params,
+            self.name, placed.block("first", FIRST), layer, self.depth, last, tokens=1, model_flops=self.flops_per_token,
             boundary=float((passed + placed.crossing) / (1 if s.sp else s.tp)), shared=placed.shared, halves=halves,
             others=tuple(zip(others, short.repeats, strict=False)),
         )  # fmt: skip

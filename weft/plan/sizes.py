@@ -135,7 +135,7 @@ class Watched:
             (self.how.on(Block(p.name, (), p.params, kept=n * p.entered, work=n * p.largest, saved=n * p.kept), p.wide), 1) for p in self.parts
         )
         empty = Block("nothing", ())
-        return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, self.params, 0.0, stages=(blocks,))
+        return Workload(self.name, empty, empty, len(blocks), empty, n, 0.0, 0.0, stages=(blocks,))
 
 
 Model = Stacked | Watched

@@ -75,7 +75,6 @@ class Workload:
     last: Block
     tokens: int  # of one micro-batch, over all devices that share it
     model_flops: float  # per token, forward and backward, as MFU counts them
-    total_params: float
     boundary: float  # bytes one device hands to the next stage
     shared: float = 0  # parameters that first and last stage both hold
     halves: tuple[Block, ...] = ()  # of a layer, where it may be split into two

@@ -6,7 +6,6 @@ It vanishes with the last process that maps it, however that process ends.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -43,10 +42,6 @@ class Segment:
     def seal(self) -> None:
         """Close the maker's descriptor: from here on nobody new can open it."""
         os.close(self.key[1])
-
-    @cached_property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @cached_property
     def bytes(self) -> Tensor:
