@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.api.step import Step
 from weft.core.errors import PlanError
 from weft.plan.goodput import efficiency
-from weft.transform.noise import Noise, listen
+from weft.transform.noise import Noise
 
 TRIES = 3  # steps at a batch before it counts as timed; the first of them, which loads kernels, is left out
 RECENT = 20  # steps whose median is the time of a batch
@@ -31,6 +31,13 @@ RECENT = 20  # steps whose median is the time of a batch
 def pick(seconds: Mapping[int, float], noise: float) -> int:
     """Of batches with known times the one of most progress per second; the smaller of equals."""
     return max(sorted(seconds), key=lambda b: efficiency(b, noise) * b / seconds[b])
+
+
+def listen(step: Any, noise: Noise) -> None:
+    """Let a step tell its noise to one that other steps tell theirs too."""
+    if step._probe is None:
+        raise PlanError("the step does not measure noise", needed="parallelize(..., noise=True)", found=str(step.plan))
+    step.noise = step._probe.noise = noise
 
 
 class Adaptive:

@@ -162,7 +162,8 @@ def evaluate(model: Any, step: Any, held: Any) -> float:
 
 def noise(make: Any, draw: Any, world: int, step: Any) -> tuple[float, float]:
     """The noise scale where training ended, as steps tell it and from every sample's own gradient."""
-    from weft.transform.noise import Noise, listen
+    from bench._adaptive import listen
+    from weft.transform.noise import Noise
 
     listen(step, Noise(keep=0.995))
     for group in step.optimizer.param_groups:

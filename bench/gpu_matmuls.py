@@ -127,9 +127,23 @@ class Case:
         return me.worst(((have - want).abs().max() / want.abs().max()).item())
 
 
+def candidates(op: str) -> list[Any]:
+    """Ways over peer memory that are worth timing for an op, those without overlap first."""
+    from weft.nn.strategies import Strategy
+
+    if op == "gather_matmul":
+        by_driver = [Strategy("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
+        by_kernel = [Strategy("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
+        carried = [Strategy("peers", by="product")]
+        return carried + by_driver + by_kernel + [Strategy("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
+    if op == "matmul_all_reduce":
+        return [Strategy("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
+    return [Strategy("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]
+
+
 def fastest(me: Rank, op: str, shape: Shape, few: bool) -> Any:
     """The fastest of the candidates. Those on one line come first; the best of them is timed again beside those on two."""
-    from weft.nn.strategies import Strategy, candidates
+    from weft.nn.strategies import Strategy
 
     some = [Strategy(*how) for how in FEW[op]] if few else candidates(op)
     case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()

@@ -59,15 +59,3 @@ def set_strategy(key: tuple[Any, ...], strategy: Strategy) -> None:
 def divides(rows: int, world: int, strategy: Strategy) -> bool:
     """Whether the rows can be split into as many chunks on every rank."""
     return rows % (world * strategy.chunks) == 0
-
-
-def candidates(op: str) -> list[Strategy]:
-    """Ways over peer memory that are worth timing for an op, those without overlap first."""
-    if op == "gather_matmul":
-        by_driver = [Strategy("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
-        by_kernel = [Strategy("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
-        carried = [Strategy("peers", by="product")]
-        return carried + by_driver + by_kernel + [Strategy("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
-    if op == "matmul_all_reduce":
-        return [Strategy("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
-    return [Strategy("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,10 +151,3 @@ class Probe:
         own = torch.stack(norms).square().sum() * (self.batch / self.mine)
         summed = sum((out[name] / n for name, n in self.held.items()), torch.zeros((), device=own.device))
         self.next, self.known = torch.stack([own, summed]).to(self.type.dtype), True
-
-
-def listen(step: Any, noise: Noise) -> None:
-    """Let a step tell its noise to one that other steps tell theirs too."""
-    if step._probe is None:
-        raise PlanError("the step does not measure noise", needed="parallelize(..., noise=True)", found=str(step.plan))
-    step.noise = step._probe.noise = noise
