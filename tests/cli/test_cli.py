@@ -151,6 +151,13 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", sorted(bench.FORMER))
+def test_benches_answer_to_their_former_names(name: str) -> None:
+    shown, now = (runner.invoke(app, ["bench", n, "--help"], env={"COLUMNS": "200"}) for n in (name, bench.FORMER[name]))
+    assert shown.exit_code == 0 and "--json" in shown.output
+    assert shown.output.replace(name, "").split() == now.output.replace(bench.FORMER[name], "").split()
+
+
 def test_benches_are_found_in_files(benches: Path) -> None:
     shown = runner.invoke(app, ["bench", "--help"])
     assert all(name in shown.output for name in ("adam", "left", "right-one"))

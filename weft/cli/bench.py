@@ -13,6 +13,12 @@ from typer.core import TyperGroup
 import weft
 
 FOLDER = Path(weft.__file__).parent.parent / "bench"
+FORMER = {  # names that scripts of 0.1 call
+    "foresight": "accuracy",
+    "cpu-foresight": "cpu-accuracy",
+    "gpu-foresight": "gpu-accuracy",
+    "gpu-products": "gpu-matmuls",
+}
 
 
 class Benches(TyperGroup):
@@ -22,6 +28,7 @@ class Benches(TyperGroup):
         return sorted({name for stem in _stems() for name in _commands(stem)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        cmd_name = FORMER.get(cmd_name, cmd_name)
         own = cmd_name.replace("-", "_")
         for stem in sorted(_stems(), key=lambda s: (s != own, s)):
             commands = _commands(stem)
