@@ -16,7 +16,6 @@ FOLDER = Path(weft.__file__).parent.parent / "bench"
 FORMER = {  # names that scripts of 0.1 call
     "foresight": "accuracy",
     "cpu-foresight": "cpu-accuracy",
-    "gpu-foresight": "gpu-accuracy",
     "gpu-products": "gpu-matmuls",
 }
 
