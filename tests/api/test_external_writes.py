@@ -218,3 +218,53 @@ def test_updates_synced_back_are_counted_once_by_a_later_program(kind: type[torc
         assert torch.allclose(step(x), want.detach(), rtol=0, atol=1e-12)
     for p, q in zip(step.sync_optimizer().state.values(), plain.state.values(), strict=True):
         assert float(p["step"]) == float(q["step"]) == 6
+
+
+class Rivals(nn.Module):
+    """One makes what another judges; each is trained by a step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.double()
+
+
+def judged(model: nn.Module, batch: Tensor) -> Tensor:
+    made = model.maker(batch).detach()
+    return nn.functional.softplus(torch.cat([model.judge(made), -model.judge(batch)])).mean()
+
+
+def fooled(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.softplus(-model.judge(model.maker(batch))).mean()
+
+
+def test_two_steps_of_one_module_hear_of_each_other(tmp_path: Path) -> None:
+    def of(model: nn.Module) -> tuple[Any, Any]:
+        return torch.optim.Adam(model.judge.parameters(), 1e-2), torch.optim.Adam(model.maker.parameters(), 1e-2)
+
+    theirs = Rivals()
+    optimizers = of(theirs)
+    for batch in batches():
+        for loss, optimizer in zip((judged, fooled), optimizers, strict=True):
+            theirs.zero_grad()
+            loss(theirs, batch).backward()
+            optimizer.step()
+
+    def job(rank: int) -> None:
+        ours = Rivals()
+        judges, fools = (parallelize(ours, f, o, batches()[0], plan="dp2", check=False) for f, o in zip((judged, fooled), of(ours), strict=True))
+        for batch in batches():
+            for step in (judges, fools):
+                step(batch)
+                step.sync_model()
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-9)
+        judges(batches()[0])
+        with pytest.raises(RuntimeFault, match="another step of this module has trained it since"):
+            fools(batches()[0])
+        judges.sync_model()
+        fools(batches()[0])
+        with pytest.raises(RuntimeFault, match="another step"):
+            judges.eval(batches()[0])
+
+    on_ranks(2, job, tmp_path)

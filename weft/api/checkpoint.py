@@ -209,7 +209,7 @@ class Store:
                 found=f"model {meta['model']}, saved under {meta['plan']}",
                 try_="build the model with the settings it was trained with, or give another folder",
             )
-        later = {n: (saved.shape, saved.dtype) for n, saved in index.items() if n not in self.step.state_names and n not in self._idle()}
+        later = {n: (saved.shape, saved.dtype) for n, saved in index.items() if n not in self.step.state_names and n not in self.step.idle()}
         state = {n: x for n, x in self._tensors().items() if n in index} | {n: self._full_tensor(*kind) for n, kind in later.items()}
         try:
             dcp.load(self._distributed(state), storage_reader=Reader(path, index), process_group=self._ranks)
@@ -261,11 +261,7 @@ class Store:
 
     def _tensors(self) -> dict[str, Tensor]:
         """This rank's part of everything that changes, and what of the model no program has read yet."""
-        return {n: x for n, x in self.step.local_state.items() if n not in self.step.captured.constants} | self._idle()
-
-    def _idle(self) -> dict[str, Tensor]:
-        """Parameters and buffers that are as the module has them: a later program may read them."""
-        return {n: x for n, x in self._own().items() if n not in self.step.state_names and not x.is_meta}
+        return {n: x for n, x in self.step.local_state.items() if n not in self.step.captured.constants} | self.step.idle()
 
     def _own(self) -> dict[str, Tensor]:
         model = self.step.model

@@ -36,6 +36,8 @@ class ExternalWrites:
         self.places = [(readable(f"{kind}.{f'{path}.{k}'.strip('.')}"), table, k) for path, m in model.named_modules()
                        for kind, table in (("param", m._parameters), ("buffer", m._buffers)) for k, t in table.items() if t is not None]  # fmt: skip
         self.times = 0  # that other values were put there
+        self.turns = 0  # that a step trained
+        self.last: weakref.ref[Any] | None = None  # the step that did
         self.remember()
 
     def remember(self) -> None:
@@ -45,6 +47,22 @@ class ExternalWrites:
         self.versions, self.pointers = [t._version for t in self.plain], [t.data_ptr() for t in self.plain]
         self.samples = [x for t in self.plain if (x := _sample(t)) is not None]
         self.seen = _bytes(self.samples)
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """What steps compare, to see whether the module is as they know it."""
+        return self.times, self.turns
+
+    def trained(self, step: Any) -> None:
+        """A step of the module has taken one: it has newer values than the module."""
+        self.turns, self.last = self.turns + 1, weakref.ref(step)
+
+    def trained_by(self) -> Any:
+        """The step that was the last to take one, if it is still there."""
+        return self.last and self.last()
+
+    def everything(self) -> dict[str, Tensor]:
+        return {n: t for n, t in self._named(self._now()) if t is not None}
 
     def _now(self) -> list[Any]:
         return [table.get(k) for _, table, k in self.places]

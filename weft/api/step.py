@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +35,7 @@ from weft.frontend.capture import Captured, capture
 from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizer_settings import COUNT, settings_home
-from weft.frontend.capture.optimizers import note_updates, put_state
+from weft.frontend.capture.optimizers import Update, note_updates, of_shapes, put_state
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.plan.place import place
 from weft.plan.spec import Spec
@@ -89,8 +89,9 @@ class Step(StepState):
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
         self._state = self._initial_state()
+        self._updates, self._counts = dict(captured.updates), dict(captured.counts)
         self.own, self.optimizer_state = own_of(model), OptimizerState(optimizer)
-        self.synced = True
+        self._seen, self.synced = self.own.now, True
         self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
         self.noise = Noise()
         self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
@@ -287,7 +288,8 @@ class Step(StepState):
         self._meet("state_dict()")
         names = [n for n in self.state_names if n not in self.captured.constants]
         counts = {"steps": self.steps, "skipped": self.skipped, **{f"missed.{p}": k for p, k in self.missed.items() if k}}
-        return {n: self.full(n) for n in names} | {n: torch.tensor(k) for n, k in counts.items()}
+        idle = {n: x.detach().to(self.compiled.device, copy=True) for n, x in self.idle().items()}
+        return {n: self.full(n) for n in names} | idle | {n: torch.tensor(k) for n, k in counts.items()}
 
     def save_pretrained(self, folder: str | Path, size: int = SHARD) -> None:
         """Write the model as Hugging Face does: its config, safetensors files of at most `size` bytes, an index. Every rank must ask, and writes
@@ -326,28 +328,46 @@ class Step(StepState):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take full tensors, as `state_dict` gives them; each rank keeps its shards."""
-        missing = [n for n in self._state if n not in self.captured.constants and n not in state]
-        if missing:
+        new = [n for n in self.captured.states if n not in state]
+        self._load(state, [*new] if len(new) == len(self.captured.states) and int(state.get("steps", 0)) else [])
+
+    def _load(self, state: Mapping[str, Tensor], missing: Sequence[str] = ()) -> None:
+        """What the optimizer has not updated in that state begins here."""
+        new = {n: p for n, p in self.captured.states.items() if n not in state}
+        kinds = {n.removesuffix(p.removeprefix("param")) for n, p in self.captured.states.items()} | {"param", "buffer"}
+        later = {n: x for n, x in state.items() if n not in self._held_as and n not in ("steps", "skipped") and not n.startswith("missed.")}
+        missing = [*missing, *(n for n in self._state if n not in self.captured.constants and n not in state and n not in new)]
+        odd = [n for n in later if n.partition(".")[0] not in kinds]
+        if missing or odd:
             raise RuntimeFault(
-                "the state does not belong to this model",
-                needed=f"{missing[0]} and {len(missing) - 1} more",
-                found=f"{len(state)} other tensors",
+                "the state does not belong to this model and optimizer",
+                needed=f"{missing[0]} and {len(missing) - 1} more" if missing else f"state of {type(self.optimizer).__name__}",
+                found=f"{len(state)} other tensors" if missing else odd[0],
             )
+        fresh, idle = self._initial_state() if new else {}, self.idle()
         for n in self._state:
-            if n in state:
-                self._state[n] = self._local(n, state[n]).clone()
+            if n in state or n in fresh:
+                self._state[n] = self._local(n, state[n]).clone() if n in state else fresh[n]
+        with torch.no_grad():
+            for n in later.keys() & idle.keys():
+                idle[n].copy_(later[n])
+        self.keep_for_later({n: x.to(self.compiled.device) for n, x in later.items() if n not in idle})
         missed = {n.removeprefix("missed."): int(k) for n, k in state.items() if n.startswith("missed.")}
-        self.resume(int(state["steps"]), int(state.get("skipped", 0)), missed)
+        steps, skipped = int(state["steps"]), int(state.get("skipped", 0))
+        self.resume(steps, skipped, {**missed, **dict.fromkeys(new.values(), steps - skipped)})
 
     def take_state(self, other: Step) -> None:
         """Go on where another step of the same model is. Tensors of the same layout are taken as they are; else it is collective."""
         mine, theirs = self._held_as, other._held_as
-        if all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
-            self._state, synced = {n: other._state[n] for n in self._state}, other.synced
+        synced = other.synced and other.model is self.model
+        if self.program.mesh == other.program.mesh and all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
+            fixed = other.captured.constants
+            self._held_as = {**{n: t for n, t in theirs.items() if n not in fixed}, **mine}
+            self._state = {n: x for n, x in other._state.items() if n in self._held_as and (n in mine or n not in fixed)}
             self.resume(other.steps, other.skipped, other.missed)
-            self.synced = synced
         else:
-            self.load_state_dict(other.state_dict())
+            self._load(other.state_dict())
+        self.synced = synced
 
     def sync_model(self) -> nn.Module:
         """The user's module with the trained values in it; every rank must ask."""
@@ -362,8 +382,7 @@ class Step(StepState):
             for name in self.state_names:
                 if name in self.captured.parameters or name in self.captured.buffers:
                     own[original(name.partition(".")[2])].copy_(self.full(name))
-        self.own.remember()
-        self.synced = True
+        self.remember(synced=True)
         return self.model
 
     def sync_optimizer(self) -> torch.optim.Optimizer:
@@ -371,9 +390,9 @@ class Step(StepState):
         self._meet("sync_optimizer()")
         own = dict(self.model.named_parameters())
         updates: dict[Tensor, int] = {}
-        for name, update in self.captured.updates.items():
+        for name, update in {**self._taken_over(), **self._updates}.items():
             if name.startswith("group."):
-                first = next(k for k in self.captured.states if k.startswith(f"group_{name.removeprefix('group.')}_"))
+                first = next(k for k in self._held_as if k.startswith(f"group_{name.removeprefix('group.')}_"))
                 at, before = first.partition(".")[2], f"group_{name.removeprefix('group.')}_"
                 values = {s: self.full(f"{before}{s}.{at}") for s in update.outputs}
                 put_state(settings_home(self.optimizer, name.removeprefix("group.")), update, values, torch.device("cpu"))
@@ -383,12 +402,22 @@ class Step(StepState):
             taken = self.steps - self.skipped - self.missed.get(name, 0)
             if update.counted:
                 updates[p] = taken
-                values |= {s: torch.tensor(float(self.captured.counts.get(name, 0) + taken)) for s in update.counted}
+                values |= {s: torch.tensor(float(self._counts.get(name, 0) + taken)) for s in update.counted}
             if values:
                 put_state(self.optimizer.state[p], update, values, p.device)
         note_updates(self.optimizer, updates)
         self.optimizer_state.remember()
         return self.optimizer
+
+    def _taken_over(self) -> dict[str, Update]:
+        """Of parameters with state from another run that no program has updated here, the update of one that keeps the same kinds of state."""
+        state: dict[str, dict[str, tuple[int, ...]]] = {}
+        for n, held in self._held_as.items():
+            kind, _, at = n.partition(".")
+            if kind not in ("param", "buffer") and not kind.startswith("group_") and f"param.{at}" not in self._updates:
+                state.setdefault(f"param.{at}", {})[kind] = held.shape
+        known = {frozenset(u.outputs) - {"param", *u.counted}: u for n, u in self._updates.items() if not n.startswith("group.")}
+        return {p: of_shapes(known[frozenset(kinds)], kinds) for p, kinds in state.items() if frozenset(kinds) in known}
 
     # -- trust -----------------------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft import interp
 from weft.api.external_writes import ExternalWrites, OptimizerState, digest
 from weft.api.watch import launched
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout
-from weft.core.names import original
+from weft.core.names import original, readable
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizer_settings import COUNT, all_settings, is_given, number
+from weft.frontend.capture.optimizers import Update
 from weft.runtime.agree import rank
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_synced_at", "listeners"})  # fmt: skip
+                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluate", "own", "optimizer_state", "_seen", "synced", "listeners", "_updates", "_counts"})  # fmt: skip
 
 
 class StepState:
@@ -36,6 +37,7 @@ class StepState:
 
     lifts = True  # whether numbers in Python may become inputs
     captured: Captured
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     compiled: Any
     program: Program
@@ -47,7 +49,10 @@ class StepState:
     forms: Variants | None
     own: ExternalWrites
     optimizer_state: OptimizerState
-    _synced_at: int
+    _seen: tuple[int, int]
+    synced: bool  # whether the user's module has the values of the step: at the beginning, and from `sync_model` to the next step
+    _updates: dict[str, Update]  # of every parameter that any program updates
+    _counts: dict[str, int]  # and how often the optimizer had updated it before
     _state: dict[str, Tensor]
     _held_as: dict[str, Type]
     _batch_types: Mapping[str, Type]
@@ -65,17 +70,13 @@ class StepState:
             numbers = self.reads.numbers(batch) if self.reads is not None else {}
             self.forms.together.see({**self._settings(), **numbers})
 
-    @property
-    def synced(self) -> bool:
-        """Whether the user's module has the values of the step: at the beginning, and from `sync_model` to the next step."""
-        return self._synced_at == self.own.times
-
-    @synced.setter
-    def synced(self, value: bool) -> None:
-        self._synced_at = self.own.times if value else -1
+    def remember(self, synced: bool) -> None:
+        """The module is known as it is now."""
+        self.own.remember()
+        self._seen, self.synced = self.own.now, synced
 
     def take_written(self) -> None:
-        """Values that the user wrote into the module become the step's; refused where they were made of old ones."""
+        """Values that the user, or another step, wrote into the module become the step's; refused where they were made of old ones."""
         if self.optimizer_state.written():
             raise RuntimeFault(
                 "the optimizer's state was changed after the step was made",
@@ -83,7 +84,8 @@ class StepState:
                 found=f"other state of {type(self.optimizer).__name__} at step {self.steps}",
                 try_=("optimizer.load_state_dict(...) before weft.parallelize(...)", "step.checkpoints(folder).restore() for a saved run"),
             )
-        written = self.own.written()
+        self._require_newest()
+        written = self.own.written() if self.own.times == self._seen[0] else self.own.everything()
         if not written:
             return
         if not self.synced:
@@ -105,8 +107,18 @@ class StepState:
         for name in [n for n in written if n in self._state]:
             local = interp.take_local(written[name].detach(), self._held_as[name].layout, self.compiled.coords)
             self._state[name] = local.to(self.compiled.device).clone()
-        self.own.remember()
-        self.synced = True
+        self.remember(synced=True)
+
+    def _require_newest(self) -> None:
+        """Refuse to go on from values that another step of the module has trained meanwhile, and keeps."""
+        other = self.own.trained_by()
+        if other is not None and other is not self and not other.synced and self.own.now[1] != self._seen[1]:
+            raise RuntimeFault(
+                "another step of this module has trained it since",
+                needed="step.sync_model() of the one step before the other is called: each keeps its own values",
+                found=f"step {other.steps} of the other, whose values are not in the module",
+                try_=("other.sync_model(), then step(batch), which takes them", "step.take_state(other), to go on with this one alone"),
+            )
 
     def _settings(self) -> dict[str, float]:
         """The optimizer's settings that are inputs, as they are now."""
@@ -128,7 +140,8 @@ class StepState:
     def stepped(self, skipped: bool = False) -> None:
         """After a call: which parameters it did not update. One that was skipped counts for none."""
         launched(f"step {self.steps} of {self.captured.program.name}", self.compiled.device)
-        self.synced = False
+        self.own.trained(self)
+        self._seen, self.synced = self.own.now, False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask, to warn of a loop without updates
         mine = set(self.captured.states.values())
         for p in self._missed if not skipped else ():
@@ -141,16 +154,17 @@ class StepState:
 
     def resume(self, steps: int, skipped: int, missed: Mapping[str, int]) -> None:
         """Go on as a run that has come so far. What a checkpoint has of the module that no program reads was put there."""
-        self.own.remember()
-        self.steps, self.losses.skipped, self.synced = steps, skipped, False
+        self.steps, self.losses.skipped = steps, skipped
+        self.remember(synced=False)
         self._missed = {p: missed.get(p, 0) for p in {**self._missed, **missed}}
         if self.count_updates() and self.forms is not None:
             self.forms.given |= {COUNT}
             self.forms.kept = []
 
     def keep_for_later(self, state: Mapping[str, Tensor]) -> None:
-        """State of an optimizer that no program of this step reads yet, in full on every rank."""
+        """State of an optimizer that no program of this step reads yet, in full on every rank; its parameters are no new ones."""
         self._state |= state
+        self._missed = {**{f"param.{n.partition('.')[2]}": 0 for n in state if not n.startswith("group_")}, **self._missed}
         self._held_as |= {n: Type(x.dtype, Layout.of(self.program.mesh, tuple(x.shape))) for n, x in state.items()}
 
     def count_updates(self) -> bool:
@@ -158,6 +172,12 @@ class StepState:
         for p in self.captured.states.values():
             self._missed.setdefault(p, self.steps - self.skipped)
         return COUNT not in self.captured.given and any(self._missed[p] for p in self.captured.states.values())
+
+    def idle(self) -> dict[str, Tensor]:
+        """Parameters and buffers that no program has read: they are as the module has them, and a later program may read them."""
+        named = (("param", self.model.named_parameters()), ("buffer", self.model.named_buffers()))
+        own = {readable(f"{kind}.{n}"): x for kind, of in named for n, x in of}
+        return {n: x for n, x in own.items() if n not in self._held_as and not x.is_meta}
 
     def layout_of(self, name: str) -> Type:
         """How a tensor of the state is laid out, by whichever program."""
@@ -179,6 +199,7 @@ class StepState:
         form["_state"] = {n: x for n, x in state.items() if n in fixed}
         types = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **types}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
+        self._updates, self._counts = {**self._updates, **self.captured.updates}, {**self._counts, **self.captured.counts}
         self._state, self._held_as = known, types
         if self._probe is not None:
             self._probe.noise = self.noise

@@ -316,6 +316,15 @@ def _as_kept(x: Tensor | None, kind: Any, device: torch.device) -> Any:
     return None if x is None else x.to(device if kind[0] else "cpu", kind[1], copy=True).reshape(kind[0])
 
 
+def of_shapes(update: Update, shapes: Mapping[str, tuple[int, ...]]) -> Update:
+    """The update of a parameter whose state has other shapes."""
+    nest = {
+        key: (spec, names, [(shapes[n], kind[1]) if n in shapes and kind not in (int, float) else kind for n, kind in zip(names, kinds, strict=True)])
+        for key, (spec, names, kinds) in update.nest.items()
+    }
+    return replace(update, nest=nest)
+
+
 def note_updates(optimizer: torch.optim.Optimizer, updates: Mapping[Tensor, int]) -> None:
     """How many of the updates that the optimizer counts a step made itself and wrote there: programs of that step count them already."""
     _of_step.setdefault(optimizer, {}).update({id(p): n for p, n in updates.items()})
