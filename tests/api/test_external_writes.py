@@ -76,6 +76,8 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "data": lambda m: [p.data.mul_(0.5) for p in m.parameters()],
     "data replaced": put,
     "a buffer": lambda m: m.norm.running_mean.fill_(0.3),
+    "a buffer, and data": lambda m: (m.norm.running_mean.fill_(0.3), m.first.weight.data.mul_(0.5)),
+    "another module": lambda m: setattr(m, "last", made(1).last),
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import weft
 import weft_zoo as zoo
@@ -56,6 +58,55 @@ def test_decode_compiles_once_and_no_gather_of_the_cache() -> None:
     for batch in passes():
         run(batch)
     assert len(run._made) == 2
+
+
+class Counted(nn.Module):
+    """A norm, a buffer that every call writes, and noise that is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(6))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.mean(0))
+        return self.last(self.norm(self.first(x + self.seen)) + 0 * torch.randn(8, dtype=x.dtype))
+
+
+def another(model: nn.Module) -> None:
+    model.first = nn.Linear(6, 8, dtype=torch.float64)
+    nn.init.ones_(model.first.weight), nn.init.zeros_(model.first.bias)
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "load_state_dict": lambda m: m.load_state_dict({n: x + 1 for n, x in m.state_dict().items()}),
+    "in place": lambda m: m.first.weight.data.mul_(2),
+    "another parameter": lambda m: setattr(m.last, "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
+    "another module": another,
+    "a cache emptied": lambda m: m.seen.zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_into_the_module_later_is_taken(write: str, tmp_path: Path) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def job(rank: int) -> None:
+        for plan in ("tp2", "dp2"):
+            ours, theirs = Counted(), Counted().eval()
+            run = weft.compile(ours, plan, x, check=False)
+            for k, batch in enumerate((x, x[:4], x, x[:4])):
+                if k == 2:
+                    with torch.no_grad():
+                        if write == "load_state_dict":  # it has the buffer too
+                            ours.seen.copy_(theirs.seen)
+                        WRITES[write](ours), WRITES[write](theirs)
+                with torch.inference_mode():
+                    torch.testing.assert_close(run(batch)["out"], theirs(batch), rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{plan}, call {k}": f"{at}: {m}")
+
+    on_ranks(2, job, tmp_path)
 
 
 def test_an_example_is_needed() -> None:

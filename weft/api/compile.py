@@ -13,10 +13,11 @@ from weft.api.check_module import ForwardCase
 from weft.api.check_step import Verdict, check_against_torch
 from weft.api.compiled import Compiled
 from weft.api.eager import How
+from weft.api.external_writes import ExternalWrites
 from weft.api.retracing import MOST
 from weft.api.safety import seen_by_first, verified
 from weft.core.errors import PlanError, RuntimeFault
-from weft.core.layout import S
+from weft.core.layout import Layout, S
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
@@ -61,7 +62,8 @@ class Inference:
     """A model's forward pass under a plan; weights are laid out as the plan says, results are replicated.
 
     Buffers that the pass writes, such as a key-value cache, stay on the ranks, sharded as what is written to them is. A batch of a new shape
-    is compiled when it first comes, with the same weights and buffers: prefill and decode are two shapes of one model.
+    is compiled when it first comes, with the same weights and buffers: prefill and decode are two shapes of one model. What is written into
+    the module later, weights or buffers, is taken over before the next call.
     """
 
     def __init__(self, model: nn.Module, plan: str, example: Any, device: torch.device, check: bool = True) -> None:
@@ -71,16 +73,25 @@ class Inference:
             raise PlanError("inference runs the full batch at once", needed="a plan without pp, micro and recompute", found=plan)
         self._held: dict[str, Placements] = {}
         self._state: dict[str, Tensor] = {}
+        self._taken: dict[str, tuple[Tensor, Layout]] = {}  # the module's own tensor, and its layout here
+        self._carried: set[str] = set()  # what calls write: the module has what it began with
+        self._own, self._calls = ExternalWrites(self.model), 0
         self._made: dict[Shapes, list[tuple[Compiled, Captured]]] = {}
         self.compiled, _ = self._for(example)
         self.program = self.compiled.program
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
+        written = self._own.written(apart=self._carried)
+        for name, value in written.items():
+            self._take(name, value)
+        if written:
+            self._own.remember()
         run, captured = self._for(batch)
         reads = cast(Reads, captured.reads)
         own = {n: _local(run, n, x) for n, x in reads.tensors_now(captured.constants).items() if n in run.program.input_names}
         given = {n: _local(run, n, x) for n, x in named_batch(batch).items() if n in run.program.input_names}
-        known = {**self._state, **own, **given}
+        known = {**self._state, **own, **given, "seed": torch.tensor(self._calls)}
+        self._calls += 1
         out = run({n: known[n] for n in run.program.input_names}, self._state)
         state = dict(run.program.state)
         self._state |= {stored: out[n] for n, stored in state.items()}
@@ -96,17 +107,32 @@ class Inference:
         known = self._made.setdefault(shapes, [])
         made = next((m for m in reversed(known) if cast(Reads, m[1].reads).hold(batch)), None)
         if made is None:
-            captured = self._captured(batch)
-            program = self._placed(captured)
-            if self.check:
-                self._check(captured, program, batch)
-            run = Compiled(program, device=self.device, again=True)
-            values = {n: x for n, x in {**captured.parameters, **captured.buffers}.items() if n not in self._state}
-            self._state |= {n: _local(run, n, x.detach()).clone() for n, x in values.items() if n in run.program.input_names}
-            made = run, captured
+            grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # a trace has tensors of its own
+                made = self._make(batch)
             _require_memory(known, batch)
             known.append(made)
+            self._own = ExternalWrites(self.model)  # it may have other modules now
         return made
+
+    def _make(self, batch: Any) -> tuple[Compiled, Captured]:
+        captured = self._captured(batch)
+        program = self._placed(captured)
+        if self.check:
+            self._check(captured, program, batch)
+        run = Compiled(program, device=self.device, again=True)
+        for name, value in {**captured.parameters, **captured.buffers}.items():
+            if name in run.program.input_names and (name not in self._taken or self._taken[name][0] is not value):
+                self._taken[name] = value, run.program.input_names[name].layout
+                self._take(name, value, run)
+        self._carried |= {held for _, held in program.state}
+        return run, captured
+
+    def _take(self, name: str, value: Tensor, run: Compiled | None = None) -> None:
+        """The module's value, in place of what the calls so far have made of it."""
+        if name in self._taken:
+            here = interp.take_local(value.detach(), self._taken[name][1], (run or self.compiled).coords)
+            self._state[name], self._taken[name] = here.to(self.device).clone(), (value, self._taken[name][1])
 
     def _check(self, captured: Captured, program: Program, batch: Any) -> None:
         case = ForwardCase(self.model, None, None, How(), self.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,20 +33,28 @@ class ExternalWrites:
     """The tensors of a module as they were left, by the names that programs have for them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = [(readable(f"{kind}.{f'{path}.{k}'.strip('.')}"), table, k) for path, m in model.named_modules()
-                       for kind, table in (("param", m._parameters), ("buffer", m._buffers)) for k, t in table.items() if t is not None]  # fmt: skip
+        self.model = weakref.ref(model)
+        self._look()
         self.times = 0  # that other values were put there
         self.turns = 0  # that a step trained
         self.last: weakref.ref[Any] | None = None  # the step that did
         self.remember()
+
+    def _look(self) -> None:
+        """Where the tensors of the module are, and the modules that it is made of."""
+        modules = list(self.model().named_modules())  # type: ignore[union-attr]
+        self.places = [(readable(f"{kind}.{f'{path}.{k}'.strip('.')}"), table, k) for path, m in modules
+                       for kind, table in (("param", m._parameters), ("buffer", m._buffers)) for k, t in table.items() if t is not None]  # fmt: skip
+        self.modules = [(m._modules, k, child) for _, m in modules for k, child in m._modules.items()]
 
     def remember(self) -> None:
         self.times += 1
         self.tensors = self._now()
         self.plain = [t for t in self.tensors if t is not None and has_values(t) and not t.is_inference()]
         self.versions, self.pointers = [t._version for t in self.plain], [t.data_ptr() for t in self.plain]
-        self.samples = [x for t in self.plain if (x := _sample(t)) is not None]
-        self.seen = _bytes(self.samples)
+        sampled = [(t, x) for t in self.plain if (x := _sample(t)) is not None]
+        self.samples = [x for _, x in sampled]
+        self.seen, self.were = _bytes(self.samples), {id(t): x.clone() for t, x in sampled}
 
     @property
     def now(self) -> tuple[int, int]:
@@ -67,17 +75,26 @@ class ExternalWrites:
     def _now(self) -> list[Any]:
         return [table.get(k) for _, table, k in self.places]
 
-    def written(self) -> dict[str, Tensor]:
-        """The tensors that someone has written into, or put in another's place, since."""
+    def written(self, apart: Collection[str] = ()) -> dict[str, Tensor]:
+        """The tensors that someone has written into, or put in another's place, since; where it is not known of which, all but those `apart`."""
+        if any(table.get(k) is not child for table, k, child in self.modules):
+            before = dict(self._named(self.tensors))
+            self._look()
+            self.tensors = [before.get(n) for n, _, _ in self.places]
         now, plain = self._now(), self.plain
-        same = all(a is b for a, b in zip(now, self.tensors, strict=True))
-        if same and [t._version for t in plain] == self.versions and [t.data_ptr() for t in plain] == self.pointers:
-            if torch.equal(_bytes(self.samples), self.seen):
-                return {}
-            return {n: t for n, t in self._named(now) if _sample(t) is not None}  # which of them is not known
+        same, sampled = all(a is b for a, b in zip(now, self.tensors, strict=True)), torch.equal(_bytes(self.samples), self.seen)
+        if same and sampled and [t._version for t in plain] == self.versions and [t.data_ptr() for t in plain] == self.pointers:
+            return {}
         marks = {id(t): (v, p) for t, v, p in zip(plain, self.versions, self.pointers, strict=True)}
-        return {n: t for (n, t), before in zip(self._named(now), self.tensors, strict=True)
-                if t is not None and (t is not before or (id(t) in marks and (t._version, t.data_ptr()) != marks[id(t)]))}  # fmt: skip
+
+        def changed(n: str, t: Tensor) -> bool:
+            if id(t) not in marks or (t._version, t.data_ptr()) != marks[id(t)]:
+                return id(t) in marks
+            x = _sample(t)  # past the versions, it may be any that is looked at
+            return x is not None and not sampled and (n not in apart or not torch.equal(_bytes([x]), _bytes([self.were[id(t)]])))
+
+        both = zip(self._named(now), self.tensors, strict=True)
+        return {n: t for (n, t), before in both if t is not None and (t is not before or changed(n, t))}
 
     def _named(self, tensors: list[Any]) -> Iterator[tuple[str, Any]]:
         return ((name, t) for (name, _, _), t in zip(self.places, tensors, strict=True))
