@@ -123,6 +123,20 @@ def test_mixed_precision_and_a_user_who_accumulates(tmp_path: Path) -> None:
     on_ranks(2, lambda rank: torch.testing.assert_close(run("pp2", accumulate=2), want, rtol=1e-4, atol=1e-4), tmp_path)
 
 
+@pytest.mark.parametrize(("plan", "ranks"), [("pp2", 2), ("dp2,pp2,micro2", 4)])
+def test_batches_of_any_size_are_evaluated(plan: str, ranks: int, tmp_path: Path) -> None:
+    alone = workload("mlp")
+    want = [alone.loss(alone.model.eval(), alone.example(size, seed=size)).item() for size in (8, 7, 5, 2, 8)]
+
+    def job(rank: int) -> None:
+        w = workload("mlp")
+        step = parallelize(w.model, w.loss, adam(w.model), w.example(8), plan=plan)
+        found = [step.eval(w.example(size, seed=size)).item() for size in (8, 7, 5, 2, 8)]
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)
+
+    on_ranks(ranks, job, tmp_path)
+
+
 def test_a_step_without_a_finite_loss_is_left_out_on_every_stage(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         w = workload("mlp")

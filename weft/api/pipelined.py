@@ -21,6 +21,7 @@ from weft.api.compiled import Compiled
 from weft.api.data import Rows
 from weft.api.eager import How, Moment
 from weft.api.options import Options
+from weft.api.retracing import MOST
 from weft.api.runner import Runner, Values
 from weft.api.safety import seen_by_first, verified
 from weft.api.step import Step
@@ -196,7 +197,7 @@ class PipelinedStep(Step):
         self._batch_types = self._full_batch_types()
         self.samples = next((t.shape[micro.dims.get(n, 0)] for n, t in self._batch_types.items() if t.shape), 1)
         self._first = None if micro.first is None else self._before(micro.first)
-        self._evaluate: _Evaluation | None = None
+        self._evaluations: list[_Evaluation] = []
 
     def under_plan(self, plan: Spec) -> PlacedPipeline:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
@@ -282,9 +283,11 @@ class PipelinedStep(Step):
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
         self.take_written()
-        if self._evaluate is None or not self._evaluate.reads.hold(batch):
-            self._evaluate = _Evaluation(self, batch)
-        return self._evaluate(batch)
+        found = next((e for e in self._evaluations if e.shapes == _shapes(batch) and e.reads.hold(batch)), None)
+        if found is None:
+            found = _Evaluation(self, batch)
+            self._evaluations = [*self._evaluations[-MOST:], found]
+        return found(batch)
 
     # -- trust -----------------------------------------------------------------------------------------------------------------
 
@@ -342,7 +345,7 @@ class _Evaluation:
     """The forward pass alone through the same stages, of a full batch at once."""
 
     def __init__(self, step: PipelinedStep, batch: Any) -> None:
-        self.step = step
+        self.step, self.shapes = step, _shapes(batch)
         with evaluating(step.model):
             self.reads = Reads(step.model, step.loss, batch)
             self.captured = capture(step.model, batch, step.loss, reads=self.reads)
@@ -369,6 +372,10 @@ class _Evaluation:
         state |= {n: x.to(device) for n, x in self.reads.tensors_now(self.captured.constants).items()}
         sums, _ = self.runner.run(state, lambda _: inputs)
         return self.last(sums)["loss"]
+
+
+def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(x.shape) for n, x in named_batch(batch).items()}
 
 
 def _full_loss(stages: tuple[PlacedStage, ...]) -> Program:
