@@ -26,6 +26,7 @@ from typing import Any
 import typer
 
 from weft.core.errors import RuntimeFault, UnknownName
+from weft.runtime.faults import LOST_A_PEER
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_CPUS = "a machine with an NVIDIA GPU; `weft bench optimizer`, `overlap`, `train`, `inference` and `dynamic` need none"
@@ -171,8 +172,11 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], deadline: float, out: P
             shown = len(said)
             if all(code == 0 for code in codes):
                 return "ok"
-            if any(codes):
-                rank, code = next((r, c) for r, c in enumerate(codes) if c)
+            failed = {rank: code for rank, code in enumerate(codes) if code}
+            culprits = {rank: code for rank, code in failed.items() if code != LOST_A_PEER}
+            deadline = min(deadline, time.monotonic() + 10) if failed else deadline  # who was lost ends a moment after whoever lost it
+            if culprits or (failed and (None not in codes or time.monotonic() > deadline)):
+                rank, code = next(iter((culprits or failed).items()))
                 return f"rank {rank} ended with {code}"
             if time.monotonic() > deadline:
                 return "stopped at its limit"

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.runtime import faults
+
 Call = Callable[[], Any]
 LONG = 4.0  # milliseconds: ranks set out up to a tenth of one apart, and only where all are at work do they share the device
 
@@ -170,8 +172,14 @@ def main() -> None:
     module, work, backend, device, out, settings = sys.argv[1:]
     faulthandler.dump_traceback_later(float(os.environ["WEFT_BENCH_LIMIT"]) - 5, exit=False)  # where a rank that never ends stands
     me = Rank(backend, device, Path(out))
-    getattr(importlib.import_module(module), work)(me, **json.loads(settings))
-    me.sync()
+    try:
+        getattr(importlib.import_module(module), work)(me, **json.loads(settings))
+        me.sync()
+    except RuntimeError as error:
+        if not faults.is_lost_connection(error):
+            raise
+        traceback.print_exc()
+        sys.exit(faults.LOST_A_PEER)
     sys.stdout.flush()
     os._exit(0)  # groups over several kinds of memory are not worth taking apart
 

@@ -78,9 +78,9 @@ class ExternalWrites:
     def written(self, apart: Collection[str] = ()) -> dict[str, Tensor]:
         """The tensors that someone has written into, or put in another's place, since; where it is not known of which, all but those `apart`."""
         if any(table.get(k) is not child for table, k, child in self.modules):
-            before = dict(self._named(self.tensors))
-            self._look()
-            self.tensors = [before.get(n) for n, _, _ in self.places]
+            before, known = dict(self._named(self.tensors)), {id(t) for t in self.tensors}
+            self._look()  # a tensor that has only come under another name was not written
+            self.tensors = [t if n not in before and id(t) in known else before.get(n) for n, t in self._named(self._now())]
         now, plain = self._now(), self.plain
         same, sampled = all(a is b for a, b in zip(now, self.tensors, strict=True)), torch.equal(_bytes(self.samples), self.seen)
         if same and sampled and [t._version for t in plain] == self.versions and [t.data_ptr() for t in plain] == self.pointers:
