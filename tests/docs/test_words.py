@@ -71,6 +71,11 @@ def dialect(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
+def test_pages_leave_to_the_machine_where_packages_come_from(path: Path) -> None:
+    assert not re.search(r"index-url|--find-links", path.read_text())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
 def test_pages_speak_no_dialect(path: Path) -> None:
     found = dialect(prose(path.read_text()))
     assert not found, "\n".join(found)
