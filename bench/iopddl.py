@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 def run(file: Path, limit: float, threads: int) -> dict[str, Any]:
     """Read, solve and check one problem."""
     from bench import _iopddl as iopddl
-    from weft.plan.assignment import solve
+    from bench._assignment import solve
 
     begun = time.monotonic()
     problem = iopddl.load(file)

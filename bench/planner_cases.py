@@ -336,7 +336,7 @@ def _evaluated(case: Case, name: str, want: float) -> tuple[Any, bool]:
 
 def _over_budget(case: Case, name: str, want: float) -> tuple[Any, bool]:
     """Bytes beyond the limit cost so much each: the best over every limit that could be the peak."""
-    from weft.plan.assignment import solve
+    from bench._assignment import solve
 
     each, limit = (float(x) for x in re.findall(r"\d+", name))
     found = []
@@ -348,7 +348,7 @@ def _over_budget(case: Case, name: str, want: float) -> tuple[Any, bool]:
 
 def _least_limit(case: Case, name: str, want: float) -> tuple[Any, bool]:
     """The smallest limit under which there is a choice."""
-    from weft.plan.assignment import solve
+    from bench._assignment import solve
 
     found = min(peak for peak in _peaks(case) if solve(_tiny_problem({**case, "limit": peak}, "default")).feasible)
     return found, found <= want
@@ -413,7 +413,7 @@ def _tiny_problem(case: Case, change: str) -> Any:
 
 
 def _exact(problem: Any, want: float) -> tuple[Any, bool]:
-    from weft.plan.assignment import solve
+    from bench._assignment import solve
 
     answer = solve(problem)
     return round(answer.cost, 6), answer.optimal and answer.cost <= want + 1e-6

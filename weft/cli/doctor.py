@@ -77,10 +77,6 @@ def triton() -> Finding:
     return _package("triton", "triton", advice="pip install triton: no fused GPU kernels without it", low=(3, 6))
 
 
-def highs() -> Finding:
-    return _package("HiGHS", "highspy", advice="pip install highspy: without it plans can be run but not made")
-
-
 def z3() -> Finding:
     return _package("Z3", "z3-solver", "z3", advice="pip install z3-solver: only weft verify uses it, to verify rules a second time")
 
@@ -271,7 +267,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     python,
     torch,
     triton,
-    highs,
     yaml,
     transformers,
     z3,

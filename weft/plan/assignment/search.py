@@ -12,18 +12,13 @@ most -T ln U, U uniform: simulated annealing, T falling to zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from weft.plan.assignment.bound import Dual, Relaxation
-from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Floats, Ints
 
-HEAT = 0.3  # T at first, as a part of the mean cost of a node
 SLICE = 2e7  # work between two looks at the clock
 
 
@@ -55,25 +50,6 @@ def walk(r: Relaxation, charge: Floats, c: Floats, x: Ints, seed: Ints, heat: fl
     last = x.copy()
     _, best = r.kernel.walk(c, charge, last, seed, heat, int(work))
     return Choice(r.p.cost(best), best), last
-
-
-def anneal(r: Relaxation, dual: Dual, start: Choice, seeds: Sequence[int], rounds: int, pool: ThreadPoolExecutor, budget: Budget) -> Choice:
-    """One walker per seed, cooling over the rounds; the first stays cold. They meet after each round, where one that has
-    fallen far behind joins the best."""
-    charge, best = r.charge(dual.prices), start
-    states = [seeding(s) for s in seeds]
-    places = [start.x for _ in seeds]
-    heat = HEAT * abs(start.cost) / max(r.p.nodes, 1)
-    for i in range(rounds):
-        warmth = [heat * (1 - i / rounds) ** 2 * (j > 0) for j in range(len(seeds))]
-        results = list(pool.map(partial(walk, r, charge, r.c, work=SLICE), places, states, warmth))
-        for found, _ in results:
-            best = better(best, found) or best
-        behind = 1 + 4 * heat * (1 - i / rounds) ** 2 * r.p.nodes**0.5 / abs(best.cost)
-        places = [last if r.p.cost(last) <= best.cost * behind else best.x for _, last in results]
-        if not budget.spend(SLICE * len(seeds)):
-            break
-    return best
 
 
 def seeding(seed: int) -> Ints:

@@ -1,10 +1,8 @@
-"""The anytime solver: shrink, bound, search, prove, in turns until the gap is closed or the budget spent.
+"""The anytime solver: shrink, bound, search, in turns until the gap is closed or the budget spent.
 
     1. reduce       the steps of reduce.py, exact
     2. ascend       messages and prices, with a solution decoded and improved every few steps; then mini-buckets
-    3. fix          drop a where L - min theta_v + theta_v[a] reaches the best cost known, and reduce again
-    4. prove        HiGHS, while the core is small enough for it
-    5. improve      annealing on trees and branch and bound, by turns
+    3. fix          drop a where L - min theta_v + theta_v[a] reaches the best cost known, reduce again, and solve what is left
 
 A solution is checked against the full problem before it is returned. No solution is an answer too, with a reason.
 """
@@ -12,23 +10,20 @@ A solution is checked against the full problem before it is returned. No solutio
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from weft.plan.assignment import exact
 from weft.plan.assignment.bound import Dual, Relaxation, ascend, hopeless
-from weft.plan.assignment.branch import Tree
 from weft.plan.assignment.buckets import Elimination
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Ints, Problem
 from weft.plan.assignment.reduce import Reduced, reduce
-from weft.plan.assignment.search import SLICE, Choice, anneal, better, decode, seeding, walk
+from weft.plan.assignment.search import SLICE, Choice, better, decode, seeding, walk
 
 CLOSED = 1e-9  # relative gap at which a solution counts as optimal
-LOOSE = 1e-4  # a gap that branch and bound reaches sooner than HiGHS, and within a limit of work
-EXACT_ENTRIES = 100_000  # edge table entries that HiGHS is trusted with
 WORK = 4e9  # of a solve that was given no limit
 
 
@@ -59,28 +54,27 @@ class Solution:
         return self.gap <= CLOSED
 
 
-def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED, threads: int = 2, seed: int = 0) -> Solution:
+def solve(p: Problem, *, work: float = WORK, seconds: float = np.inf, gap: float = CLOSED) -> Solution:
     """The best choice found within `work` table entries read, or the first within `gap` of the optimum. `seconds` can only end it early."""
-    budget = Budget(work, seconds)
+    return solved(p, Budget(work, seconds), partial(Anytime, gap=gap))
+
+
+def solved(p: Problem, budget: Budget, search: Callable[..., Anytime]) -> Solution:
+    """What a search, made of a core problem, a budget and what is paid already, finds within the budget."""
     reduced = reduce(p)
     if reduced.reason is not None:
         return Solution(None, np.inf, np.inf, reduced.reason, budget.spent, time.monotonic() - budget.begun)
-    with ThreadPoolExecutor(threads) as pool:
-        state = _Solve(reduced.core, budget, pool, threads, seed, gap, reduced.paid)
-        state.run()
-    return _answer(p, reduced, state, budget)
-
-
-def _answer(p: Problem, reduced: Reduced, state: _Solve, budget: Budget) -> Solution:
-    bound, spent, seconds = reduced.paid + state.bound, budget.spent, time.monotonic() - budget.begun
+    state = search(reduced.core, budget, paid=reduced.paid)
+    state.run()
+    bound, spent, took = reduced.paid + state.bound, budget.spent, time.monotonic() - budget.begun
     if state.best is None:
         proved = np.isinf(state.bound)
         reason = "no choice fits under the limits" if proved else "no choice that fits under the limits was found in time"
-        return Solution(None, np.inf, bound, reason, spent, seconds)
+        return Solution(None, np.inf, bound, reason, spent, took)
     x = reduced.lift(state.best.x)
     cost = p.cost(x)
     assert p.feasible(x), "a solution of the core must be one of the full problem"
-    return Solution(x, cost, min(_rounded(p, bound), cost), None, spent, seconds)
+    return Solution(x, cost, min(_rounded(p, bound), cost), None, spent, took)
 
 
 def _rounded(p: Problem, bound: float) -> float:
@@ -92,19 +86,15 @@ def _rounded(p: Problem, bound: float) -> float:
 
 
 @dataclass
-class _Solve:
+class Anytime:
     """What is known of a core problem while it is solved."""
 
     p: Problem
     budget: Budget
-    pool: ThreadPoolExecutor
-    threads: int
-    seed: int
     gap: float = CLOSED
     paid: float = 0.0  # outside this core, but part of what the gap is of
     best: Choice | None = None
     bound: float = -np.inf
-    turns: int = field(default=0)
 
     def run(self) -> None:
         if not self.p.nodes:
@@ -112,23 +102,27 @@ class _Solve:
             return
         r = Relaxation(self.p)
         dual = self._root(r)
-        if self._closed() or self.budget.over:
+        if self.closed or self.budget.over:
             return
         smaller = fix(r, dual, self.best)
         if smaller is not None:
             self._inside(smaller)
         else:
-            self._finish(r, dual)
+            self.finish(r, dual)
 
     def _prove(self, best: Choice) -> None:
         self.best, self.bound = best, best.cost
 
-    def _closed(self) -> bool:
+    def finish(self, r: Relaxation, dual: Dual) -> None:
+        """What is done where the gap is not closed and fixing takes nothing away: nothing, since a plan is good enough by then."""
+
+    @property
+    def closed(self) -> bool:
         return self.best is not None and self.best.cost - self.bound <= self.gap * abs(self.best.cost + self.paid)
 
     def _root(self, r: Relaxation) -> Dual:
         """Raise the bound in rounds, each with a solution; until a round brings little."""
-        dual, seed = r.start(), seeding(self.seed)
+        dual, seed = r.start(), seeding(0)
         for round_ in range(12):
             before, ceiling = dual.bound, self.best.cost if self.best else np.inf
             dual = ascend(r, dual, r.c, ceiling, 20 + 10 * round_, self.budget)
@@ -138,9 +132,9 @@ class _Solve:
                 found, _ = walk(r, r.charge(dual.prices), r.c, found.x, seed, 0.0, work)
                 self.budget.spend(work)
             self.best, self.bound = better(self.best, found), max(self.bound, dual.bound)
-            if self._closed() or self.budget.over or dual.bound - before < 1e-4 * abs(dual.bound):
+            if self.closed or self.budget.over or dual.bound - before < 1e-4 * abs(dual.bound):
                 break
-        return dual if self._closed() or self.budget.over else self._around_cycles(r, dual, seed)
+        return dual if self.closed or self.budget.over else self._around_cycles(r, dual, seed)
 
     def _around_cycles(self, r: Relaxation, dual: Dual, seed: Ints) -> Dual:
         """Raise the bound by mini-buckets, and improve the choice read off them."""
@@ -160,35 +154,13 @@ class _Solve:
             assert self.best is not None
             self._prove(self.best)
             return
-        inner = _Solve(smaller.core, self.budget, self.pool, self.threads, self.seed, self.gap, self.paid + smaller.paid)
+        inner = replace(self, p=smaller.core, paid=self.paid + smaller.paid, best=None, bound=-np.inf)
         inner.run()
         if inner.best is not None:
             x = smaller.lift(inner.best.x)
             self.best = better(self.best, Choice(self.p.cost(x), x))
         assert self.best is not None
         self.bound = max(self.bound, min(smaller.paid + inner.bound, self.best.cost))
-
-    def _finish(self, r: Relaxation, dual: Dual) -> None:
-        if len(r.p.w) <= EXACT_ENTRIES and self.gap < LOOSE and _has_highs():
-            part = self.budget.share(0.5)
-            outcome = exact.solve(r.p, self.best, part, self.gap)
-            self.budget.spend(part.spent)
-            self.best = better(self.best, outcome.best)
-            self.bound = max(self.bound, min(outcome.bound, self.best.cost if self.best else np.inf))
-        if not self._closed():
-            self._improve(r, dual)
-
-    def _improve(self, r: Relaxation, dual: Dual) -> None:
-        tree = Tree(r, dual, self.best, self.pool)
-        while not self.budget.over and not self._closed():
-            self.turns += 1
-            if self.best is not None:
-                seeds = [self.seed + 100 * self.turns + i for i in range(self.threads)]
-                tree.best = anneal(r, dual, self.best, seeds, 10 * self.turns, self.pool, self.budget)
-            part = Budget(min(SLICE * 20 * self.turns * self.threads, self.budget.work - self.budget.spent), self.budget.left)
-            self.best = tree.grow(part)
-            self.budget.spend(part.spent)
-            self.bound = max(self.bound, tree.bound)
 
 
 def fix(r: Relaxation, dual: Dual, best: Choice | None) -> Reduced | None:
@@ -200,9 +172,3 @@ def fix(r: Relaxation, dual: Dual, best: Choice | None) -> Reduced | None:
         return None
     p = r.p
     return reduce(replace(p, c=np.where(out, np.inf, p.c)))
-
-
-def _has_highs() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("highspy") is not None

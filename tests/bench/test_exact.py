@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench._assignment import exact
 from tests.plan.assignment.problems import brute_force, tight_problem
-from weft.plan.assignment import assemble, exact
+from weft.plan.assignment import assemble
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.reduce import reduce
 from weft.plan.assignment.search import Choice

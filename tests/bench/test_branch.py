@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from bench._assignment.branch import Box, Tree, _minima, split, starve
 from tests.plan.assignment.problems import brute_force, tight_problem
 from weft.plan.assignment import Problem
 from weft.plan.assignment.bound import Relaxation, ascend
-from weft.plan.assignment.branch import Box, Tree, _minima, split, starve
 from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.reduce import reduce
 

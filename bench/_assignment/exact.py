@@ -156,7 +156,10 @@ class _HighsModel:
         """Solve with integral x, `fixed` nodes held at their place in the last solution; the bound proved."""
         n = len(self.p.c)
         fixed_choice = np.repeat(fixed, self.p.k)
-        low, high = np.where(fixed_choice, self.x.round(), 0.0), np.where(fixed_choice, self.x.round(), np.isfinite(self.p.c) & (self.p.c <= self.ceiling))
+        low, high = (
+            np.where(fixed_choice, self.x.round(), 0.0),
+            np.where(fixed_choice, self.x.round(), np.isfinite(self.p.c) & (self.p.c <= self.ceiling)),
+        )
         self.h.changeColsBounds(n, np.arange(n, dtype=np.int32), low, high)
         self.h.changeColsIntegrality(n, np.arange(n, dtype=np.int32), np.full(n, self.hp.HighsVarType.kInteger))
         if best is not None and not fixed.any():
