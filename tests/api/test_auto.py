@@ -15,9 +15,9 @@ import torch.distributed as dist
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto, planfile
+from weft.api.micro_steps import micro_steps
 from weft.api.parallelize import parallelize
 from weft.api.pipeline_plans import PipelinePlans
-from weft.api.pipelined import micro_steps
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend.capture import Captured, capture

@@ -13,12 +13,10 @@ from typer.testing import CliRunner
 from tests.api.ranks import on_ranks
 from weft.api.auto import with_doubles
 from weft.api.parallelize import parallelize
-from weft.api.pipelined import PipelinedStep
-from weft.api.runner import routes
+from weft.api.pipeline_plans import staged
 from weft.cli import app
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict
-from weft.cost.staged import StagedStep
 from weft.plan.plan import load
 
 WHERE = "2xx86-2"
@@ -98,9 +96,8 @@ def printed(source: str, pins: str, out: Path) -> float | None:
 def simulated(step: Any) -> float:
     """What the simulator says of the programs that a step has."""
     where = with_doubles(cluster(WHERE))
-    if isinstance(step, PipelinedStep):
-        orders = step.plan.pipeline.orders(step.plan.pp, step.plan.micro_batches, step.plan.chunks)
-        return StagedStep(step.line.stages, step.line.update, orders, routes(step.line.stages), where).seen.step_ms
+    if step.micro_batches is not None:
+        return staged(step.micro_batches.line, step.plan, where).seen.step_ms
     return predict(step.program, where).step_ms
 
 

@@ -11,9 +11,9 @@ import torch
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
 from weft.api import auto
+from weft.api.micro_steps import micro_steps
 from weft.api.parallelize import parallelize
-from weft.api.pipeline_plans import PipelinePlans, predicted
-from weft.api.pipelined import PipelinedStep, micro_steps
+from weft.api.pipeline_plans import PipelinePlans, staged
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
@@ -47,7 +47,7 @@ def test_a_plan_is_predicted_as_its_step_is(name: str, least: int, tmp_path: Pat
         for plan, ms in plans.items():
             w = zoo.small(name)
             step = parallelize(w.model, w.loss, adamw(w), w.example(BATCH), plan=plan, check=False)
-            seen = predicted(step.line, step.plan, where) if isinstance(step, PipelinedStep) else predict(step.program, where)
+            seen = staged(step.micro_batches.line, step.plan, where).seen if step.micro_batches is not None else predict(step.program, where)
             assert seen.step_ms == pytest.approx(ms, rel=1e-3), plan
 
     on_ranks(2, job, tmp_path)

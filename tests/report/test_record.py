@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import weft
 from weft import Mesh, P, lang
 from weft.api.parallelize import parallelize
-from weft.api.record import measured_line
+from weft.api.traced_step import measured_line
 from weft.cli import app
 from weft.core.errors import PlanError
 from weft.cost.timeline import Seen, Task, Timeline

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -21,6 +21,7 @@ from weft.api import auto, planfile
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How, Moment
 from weft.api.memory_limit import require_memory
+from weft.api.micro_steps import micro_steps, of_plan_or_fewer
 from weft.api.options import ANY_PLAN, Options, Settings, device_for, require_ranks, spec_of
 from weft.api.pipeline_plans import PipelinePlans
 from weft.api.rank_sync import broadcast_initial_state
@@ -32,7 +33,7 @@ from weft.core.errors import PlanError
 from weft.core.garbage import seldom_collected
 from weft.core.program import Program
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.micro import batch_dims_of, most_parts
+from weft.frontend.capture.micro import Micro, batch_dims_of, micro_batch, most_parts
 from weft.frontend.capture.model import require_optimizer, require_torchs, uncompiled
 from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
@@ -118,6 +119,15 @@ def parallelize(
     return step
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step as it was captured, as far as it is made the same way under every plan, and what compares it with torch."""
+
+    captured: Captured
+    draft: Draft
+    judged: Callable[[Any], Verdict | None]
+
+
 @dataclass
 class _StepRequest:
     """What one call of `parallelize` asks for, and the steps that are made of it: the first, and more when Python has changed."""
@@ -141,118 +151,124 @@ class _StepRequest:
         """Whether no plan may change bits."""
         return self.asked.deterministic == ANY_PLAN
 
+    @property
+    def several(self) -> bool:
+        """Whether the plan has stages or micro-batches."""
+        return self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1
+
     def step(self) -> Step:
+        """The first step, under the plan that was named or is chosen."""
         warm_up(self.device)
-        if self.any_plan and self.named is not None:
-            require_any_plan(self.named)
-        if self.named is not None and self.named.virtual_stages * self.named.micro_batches > 1:
-            return self._line()
-        moment = Moment.now()
-        captured = self.variants.observed(lambda reads: self._captured(self.example, self.asked.accumulate, reads=reads, given=self.variants.given))
-        verdict = self._checked(captured, self.example, moment)
-        draft, self.file = self._begun(captured), self.file and self.file.guarded() if self.asked.guard else self.file
+        self._require_any_plan()
+        if self.file is not None and self.asked.guard and not self.several:
+            self.file = self.file.guarded()
+        begun, verdict = self._first()
         decision = None
         if self.named is None:
             others = {n: dtensor_pins(self.model, x) for n, x in (self.asked.others or {}).items()}
-            decision = auto.agree(draft.step, self.device, self.constraints, others, self._lines())
+            decision = auto.agree(begun.draft.step, self.device, self.constraints, others, self._lines())
             self.named = decision.named
-            if self.any_plan:
-                require_any_plan(self.named)
-        if self.named.virtual_stages * self.named.micro_batches > 1:
-            step = self._line()
-        else:
-            step = self._one(draft, decision, self.example)
-            step.verified = verdict
-            self.variants.adopt(step, self.retrace)
-        step.decision = decision
-        return step
+            self._require_any_plan()
+            if self.several:
+                begun, verdict = self._first()
+        step = self._finished(begun, decision, self.example)
+        step.verified, step.decision = verdict, decision
+        return self.variants.adopt(step, self.again)
 
-    # -- in one program ------------------------------------------------------------------------------------------------------------
+    def _first(self) -> tuple[_Begun, Verdict | None]:
+        begun = self.variants.observed(lambda reads: self._begun(self.example, first=True, reads=reads, given=self.variants.given))
+        return begun, begun.judged(self.example)
 
-    def retrace(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
+    def again(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
         """The step of what Python says now; none where its program is known. A batch of another size may be fewer micro-batches."""
-        moment = Moment.now()
-        parts = self.asked.accumulate
-        fewer = parts > 1 and not self.asked.allow_micro_mean
-        captured = self._captured(batch, most_parts(batch_dims_of(batch)[0], parts) if fewer else parts, **settings)
-        draft = self._begun(captured)
-        if known(draft.step):
+        begun = self._begun(batch, first=False, **settings)
+        if known(begun.draft.step):
             return None
-        step = self._one(draft, None, batch)
-        step.unjudged = lambda example: self._checked(captured, example, moment)
+        step = self._finished(begun, None, batch)
+        step.unjudged = begun.judged if self.asked.check else None
         return step
 
-    def _captured(self, batch: Any, parts: int, **settings: Any) -> Captured:
-        options_of_parts = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
-        return capture(self.model, batch, self.loss, self.optimizer, **options_of_parts, **self.asked.how, **settings)
+    def _begun(self, batch: Any, first: bool, **settings: Any) -> _Begun:
+        moment, spec = Moment.now(), self.named or Spec()
+        draft = Draft(None, spec, pins=self.constraints.pins, noise=self.asked.noise, guard=self.asked.guard, device=self.device)
+        if self.several:
+            spec = self._in_parts(spec)
+            steps = micro_steps(self.model, batch, self.loss, self.optimizer, mean=self.asked.allow_micro_mean, **self.asked.how, **settings)
+            exact = first and spec.micro
+            draft = replace(draft, spec=spec, derive=partial(steps, spec.micro_batches) if exact else partial(of_plan_or_fewer, spec, steps, batch))
+        else:
+            parts = self.asked.accumulate
+            if not first and parts > 1 and not self.asked.allow_micro_mean:
+                parts = most_parts(batch_dims_of(batch)[0], parts)
+            of_parts = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
+            draft = replace(draft, captured=capture(self.model, batch, self.loss, self.optimizer, **of_parts, **self.asked.how, **settings))
+        draft = passes.run(draft, until="micro-batch")
+        judged = partial(self._checked, draft.step, draft.micro, moment)
+        return _Begun(draft.step, passes.run(draft, after="micro-batch", until="guard"), judged)
 
-    def _checked(self, captured: Captured, example: Any, moment: Moment) -> Verdict | None:
+    def _in_parts(self, spec: Spec) -> Spec:
+        """The plan with as many micro-batches as were asked for."""
+        accumulate = self.asked.accumulate
+        if self.asked.noise:
+            raise PlanError(
+                f"{spec} runs micro-batches, which leave the noise scale unmeasured",
+                needed="noise=False", found="noise=True", try_="a plan without pp and micro",
+            )  # fmt: skip
+        if accumulate > 1 and spec.micro not in (0, accumulate):
+            raise PlanError(f"{spec} and accumulate={accumulate} differ", needed="one number of micro-batches", found=f"{spec.micro} and {accumulate}")
+        return replace(spec, micro=accumulate if accumulate > 1 else spec.micro)
+
+    def _checked(self, captured: Captured, micro: Micro | None, moment: Moment, example: Any) -> Verdict | None:
+        """The full batch's step against torch or, where micro-batches go by themselves, that of the first."""
         if not self.asked.check:
             return None
-        case = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment)
+        case, of_parts = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment), micro
+        if of_parts is not None and of_parts.whole is not None:
+            captured = of_parts.whole
+        elif of_parts is not None:
+            case, example = replace(case, loss=lambda m, b: self.loss(m, b) / of_parts.parts), micro_batch(example, 0, of_parts.parts)
         with as_before(captured.reads):
             return seen_by_first(lambda: check_against_torch(captured, case, example))  # type: ignore[no-any-return]
 
     @property
     def _how(self) -> How:
-        return How(parts=self.asked.accumulate if self.asked.allow_micro_mean else 1, **self.asked.how)
+        return How(parts=self.asked.accumulate if self.asked.allow_micro_mean and not self.several else 1, **self.asked.how)
 
-    def _begun(self, captured: Captured) -> Draft:
-        """The step as far as it is the same under every plan."""
-        asked = Draft(captured, self.named or Spec(), pins=self.constraints.pins, noise=self.asked.noise, guard=self.asked.guard, device=self.device)
-        return passes.run(asked, until="guard")
-
-    def _one(self, draft: Draft, decision: auto.Decision | None, batch: Any) -> Step:
-        """A step of one program: what whoever chose the plan makes of the captured one, placed, and proved to be it."""
-        named, traced = cast(Spec, self.named), draft.step.program
-        draft = replace(draft, spec=named, plan=self.file, decided=None if self.any_plan else decision, any_plan=self.any_plan)
+    def _finished(self, begun: _Begun, decision: auto.Decision | None, batch: Any) -> Step:
+        """What whoever chose the plan makes of the captured step, placed, and proved to be it."""
+        spec, traced = begun.draft.spec if self.several else cast(Spec, self.named), begun.draft.step.program
+        draft = replace(begun.draft, spec=spec, plan=self.file, decided=None if self.any_plan or self.several else decision, any_plan=self.any_plan)
         draft = passes.run(draft, after="guard", until="recompute")
         captured, placed = draft.step, passes.run(draft, after="recompute", until="noise")
-        draft = passes.run(placed, after="noise")
-        source, program = cast(Captured, draft.source).program, cast(Program, draft.program)
+        draft, report = passes.run(placed, after="noise"), None
         if self.any_plan and (draft.moves or (self.file is not None and self.file.program is not None)):
             raise PlanError(
                 f'deterministic="{ANY_PLAN}" with a plan that rewrites the step', needed="a plan string",
-                found=f"{len(draft.moves)} rewrites", try_=f'plan="{named}"',
+                found=f"{len(draft.moves)} rewrites", try_=f'plan="{spec}"',
             )  # fmt: skip
-        require_memory(program, named, self.example, self.device, lambda other: self._priced(traced, captured, other))
-        report = verified(source, program, lambda: captured.inputs(batch)) if self.asked.check else None
-        program = cast(Program, passes.run(replace(placed, low=self.asked.low), after="noise").program) if self.asked.low else program
-        step = Step(captured, program, named, self.model, self.loss, self.optimizer, self.device, self.asked.seed)
-        step.report, step.source, step.moves, step.traced = report, source, draft.moves, traced
+        if draft.program is not None:
+            require_memory(draft.program, spec, self.example, self.device, lambda other: self._priced(traced, captured, other))
+            if self.asked.check:
+                report = verified(cast(Captured, draft.source).program, draft.program, lambda: captured.inputs(batch))
+        draft = passes.run(replace(placed, low=self.asked.low), after="noise") if self.asked.low else draft
+        step = Step(captured, draft, self.model, self.loss, self.optimizer, self.asked.seed)
+        if self.asked.check and step.micro_batches is not None:
+            report = step.micro_batches.verify()
+        step.report, step.traced = report, traced
         step.how, step.checked = self._how, self.asked.check
         return step
+
+    def _require_any_plan(self) -> None:
+        if self.any_plan and self.named is not None:
+            require_any_plan(self.named)
 
     def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
         """The step under another plan, as far as memory goes."""
         again = recomputed(replace(captured, program=traced), regions_of(captured, other.again))
         return auto.prepare(again, other, self.constraints, self.device)
 
-    # -- in micro-batches ------------------------------------------------------------------------------------------------------------
-
-    def _line(self) -> Step:
-        return self.variants.adopt(
-            self.variants.observed(lambda reads: self.in_parts(self.example, reads=reads, given=self.variants.given)), self.in_parts
-        )
-
-    def in_parts(self, batch: Any, known: Callable[[Captured], bool] | None = None, **settings: Any) -> Step | None:
-        """The step of a plan in micro-batches; none where its program is known."""
-        from weft.api.pipelined import pipelined
-
-        named = cast(Spec, self.named)
-        if self.asked.noise:
-            raise PlanError(
-                f"{named} runs micro-batches, which leave the noise scale unmeasured",
-                needed="noise=False", found="noise=True", try_="a plan without pp and micro",
-            )  # fmt: skip
-        return pipelined(
-            self.model, self.loss, self.optimizer, batch, named, self.device, self.asked, followed=self.file, known=known, **settings
-        )  # fmt: skip
-
     def _lines(self) -> PipelinePlans | None:
         """Plans in micro-batches; none where it cannot be told what a micro-batch is."""
-        from weft.api.pipelined import micro_steps
-
         try:
             samples, _ = batch_dims_of(self.example)
         except PlanError:

@@ -29,10 +29,10 @@ from weft.plan.schedules import SCHEDULES
 MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
-def predicted(line: PlacedPipeline, plan: Spec, where: Cluster) -> Seen:
-    """What is predicted of stages run in the order of a plan."""
+def staged(line: PlacedPipeline, plan: Spec, where: Cluster) -> StagedStep:
+    """Stages run in the order of a plan, as they are predicted."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
-    return StagedStep(line.stages, line.update, order, routes(line.stages), where).seen
+    return StagedStep(line.stages, line.update, order, routes(line.stages), where)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class PipelinePlans:
         if found.told:
             raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.told))
         made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
-        return made, predicted(made, plan, where)
+        return made, staged(made, plan, where).seen
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""

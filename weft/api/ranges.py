@@ -29,6 +29,7 @@ from weft.ops.source import input_node
 from weft.runtime.traced import Traced
 
 if TYPE_CHECKING:
+    from weft.api.micro_batches import MicroBatches
     from weft.api.retracing import Form
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -245,22 +246,23 @@ class Range:
         own = [f.attributes for f in self.forms]
         if any(x["plan"] != own[0]["plan"] or x.keys() != own[0].keys() for x in own):
             raise Unexplained("another plan")
-        found: dict[str, Callable[[Sizes], Any]] = {}
-        for key in ("compiled", "_first", "_spread"):
-            if own[0].get(key) is not None:
-                found[key] = Code(self.sizes, [x[key] for x in own]).at
-        if "runner" in own[0]:
-            found["runner"] = self._runner([x["runner"] for x in own])
-        return found | {key: explained(self.sizes, [x[key] for x in own]) for key in ("_batch_types", "_held_as", "samples") if key in own[0]}
+        found: dict[str, Callable[[Sizes], Any]] = {"compiled": Code(self.sizes, [x["compiled"] for x in own]).at}
+        if own[0]["micro_batches"] is not None:
+            found["micro_batches"] = self._micro_batches([x["micro_batches"] for x in own])
+        return found | {key: explained(self.sizes, [x[key] for x in own]) for key in ("_batch_types", "_held_as")}
 
-    def _runner(self, runners: Sequence[Any]) -> Callable[[Sizes], Any]:
+    def _micro_batches(self, made: Sequence[MicroBatches]) -> Callable[[Sizes], MicroBatches]:
+        """Their programs, what passes between stages, and the layouts of a full batch."""
+        runners = [m.runner for m in made]
+        once = {key: Code(self.sizes, [getattr(m, key) for m in made]) for key in ("first", "spread") if getattr(made[0], key) is not None}
         turns = {g: [Code(self.sizes, [r.turns[g][k] for r in runners]) for k in range(len(of))] for g, of in runners[0].turns.items()}
-        coming = explained(self.sizes, [r.coming for r in runners])
+        coming, types = explained(self.sizes, [r.coming for r in runners]), explained(self.sizes, [m.batch_types for m in made])
 
-        def at(sizes: Sizes) -> Any:
-            made = copy.copy(runners[0])
-            made.turns, made.coming = {g: [code.at(sizes) for code in of] for g, of in turns.items()}, coming(sizes)
-            return made
+        def at(sizes: Sizes) -> MicroBatches:
+            new, runner = copy.copy(made[0]), copy.copy(runners[0])
+            runner.turns, runner.coming = {g: [code.at(sizes) for code in of] for g, of in turns.items()}, coming(sizes)
+            new.__dict__.update({key: code.at(sizes) for key, code in once.items()}, runner=runner, batch_types=types(sizes))
+            return new
 
         return at
 

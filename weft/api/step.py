@@ -12,33 +12,31 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.check_blocks import filled
-from weft.api.check_module import LossCase
-from weft.api.check_step import Case, Verdict, check_against_torch, check_current_state
+from weft.api.check_step import Case, Verdict, check_current_state
 from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, rows_of, rows_of_rank
 from weft.api.deviation import moved
 from weft.api.eager import How
+from weft.api.evaluation import Evaluation
 from weft.api.external_writes import OptimizerState, own_of
+from weft.api.micro_batches import MicroBatches
 from weft.api.retracing import MOST, Variants
 from weft.api.safety import Losses, exactly, require_exact, seen_by_first
 from weft.api.step_state import StepState, gathered
 from weft.api.watch import watch
 from weft.api.weights import SHARD, files_for, weights_of, write_folder, write_index
 from weft.core.errors import RuntimeFault
-from weft.core.layout import R
 from weft.core.names import original
 from weft.core.node import Type
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.frontend.capture import Captured, capture
+from weft.frontend.capture import Captured
 from weft.frontend.capture.batches import named_batch
-from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.optimizer_settings import COUNT, settings_home
 from weft.frontend.capture.optimizers import Update, note_updates, of_shapes, put_state
-from weft.frontend.capture.restored import as_before, evaluating
-from weft.plan.place import place
-from weft.plan.spec import Spec
+from weft.frontend.capture.restored import as_before
+from weft.passes import Draft
 from weft.runtime.agree import from_first, rank, world
 from weft.runtime.faults import lost_connections
 from weft.transform.noise import INPUT, Noise, Probe
@@ -55,21 +53,14 @@ Values = Mapping[str, Tensor]
 class Step(StepState):
     """Forward, backward and update as one call; its state is laid out as the plan says."""
 
-    def __init__(
-        self,
-        captured: Captured,
-        program: Program,
-        plan: Spec,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.captured, self.program, self.plan = captured, program, plan
+    def __init__(self, captured: Captured, draft: Draft, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        """`captured` is the step before rules rewrote it, `draft` what all passes made of it: one program or, of micro-batches, stages and the update."""
+        program = cast(Program, draft.program if draft.laid is None else draft.laid.update)
+        self.captured, self.program, self.plan = captured, program, draft.spec
         self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
         watch()
-        self.compiled = Compiled(program, device=device, donate=True)
+        self.compiled = Compiled(program, device=draft.device, donate=True)
+        self.micro_batches = MicroBatches(draft, self.compiled) if draft.laid is not None else None
         self.steps = 0
         self.grad_norm: Tensor | None = None
         self.decision: Decision | None = None
@@ -77,14 +68,15 @@ class Step(StepState):
         self.verified: Verdict | None = None  # of the comparison with torch, on rank 0
         self.unjudged: Callable[[Any], Verdict | None] | None = None  # makes that comparison, where it is yet to be made
         self.how, self.checked = How(), True  # whether what is made later shall be compared with torch too
-        self.source = captured.program  # what was placed: the captured step, or that after the moves of a plan file
-        self.moves: tuple[str, ...] = ()
+        self.source = cast(Captured, draft.source).program  # what was placed: the captured step, or that after the moves of a plan file
+        self.moves = draft.moves
         self.losses = Losses("ignore")
         self.deterministic: bool | str = False
         self.traced = captured.program  # as it was captured, before anything was made of it
         self.reads = captured.reads
         self.forms: Variants | None = None
-        self._batch_types = {n: node.type for n, node in program.inputs_for(Role.BATCH).items()}
+        own = {n: node.type for n, node in program.inputs_for(Role.BATCH).items()}
+        self._batch_types = own if self.micro_batches is None else self.micro_batches.batch_types
         known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
         self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
@@ -92,9 +84,9 @@ class Step(StepState):
         self._updates, self._counts = dict(captured.updates), dict(captured.counts)
         self.own, self.optimizer_state = own_of(model), OptimizerState(optimizer)
         self._seen, self.synced = self.own.now, True
-        self._evals: list[tuple[Captured, dict[str, tuple[int, ...]], Compiled]] = []
+        self._evaluations: list[Evaluation] = []
         self.noise = Noise()
-        self._probe = Probe(program, self.compiled.coords, self.noise, device) if INPUT in program.input_names else None
+        self._probe = Probe(program, self.compiled.coords, self.noise, draft.device) if INPUT in program.input_names else None
         self.recorder: Recorder | None = None
 
     def _initial_state(self) -> dict[str, Tensor]:
@@ -136,13 +128,16 @@ class Step(StepState):
         self.steps += 1
         self.grad_norm = out.get("grad_norm")
         self.losses.see(out["loss"], self.grad_norm, self.steps, given)
+        if self.skipped > skipped and self.micro_batches is not None:
+            self.micro_batches.take_back(self._state)
         self.stepped(self.skipped > skipped)
         self.tell(out["loss"])
         return out["loss"]
 
     def run(self, given: Values, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """All of a step on this rank's part of a batch; `state` is overwritten as far as the update may."""
-        return self.compiled({**state, **given, **self._numbers()})
+        of_batch = given if self.micro_batches is None else self.micro_batches.run(given, state, self.seed + self.steps)
+        return self.compiled({**state, **of_batch, **self._numbers()})
 
     def set_safety(self, on_nan: str, deterministic: bool | str) -> None:
         """What is done about losses that are NaN or Inf, and whether every run must give the same bits."""
@@ -165,47 +160,12 @@ class Step(StepState):
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
         self.take_written()
-        run, captured = self._evaluation(batch)
-        types = {n: node.type for n, node in run.program.inputs_for(Role.BATCH).items()}
-        values = {**self._state, **self._batch(batch, types), **self._numbers()}
-        for n, x in cast(Reads, captured.reads).tensors_now(captured.constants).items():
-            if n in run.program.input_names:
-                values[n] = interp.take_local(x, run.program.input_names[n].layout, run.coords).to(run.device)
-        return run({n: values[n] for n in run.program.input_names})["loss"]
-
-    def _evaluation(self, batch: Any) -> tuple[Compiled, Captured]:
-        """The program of the loss for what Python says now, made once."""
-        shapes = {n: tuple(x.shape) for n, x in named_batch(batch).items()}
         if self.forms is not None:
             self.forms.asked().forget()
-        for captured, its, run in self._evals:
-            if its == shapes and cast(Reads, captured.reads).hold(batch):
-                return run, captured
-        with evaluating(self.model):
-            reads = Reads(self.model, self.loss, batch)
-            reads.answers = self.forms.asked() if self.forms is not None else None
-            captured = capture(self.model, batch, self.loss, reads=reads)
-            reads.undo()
-            self.check_loss(captured, batch)
-        types = {n: self._held_as[n].layout.placements for n in captured.program.input_names if n in self._held_as and n not in captured.constants}
-        types |= {n: t.layout.placements for n, t in self._batch_types.items() if n in captured.program.input_names and shapes[n] == t.shape}
-        types = {n: {a: p for a, p in places.items() if p != R} for n, places in types.items()}
-        run = Compiled(place(captured.program, self.program.mesh, types), device=self.compiled.device)
-        reads.in_any_mode()
-        if not (reads.left or reads.drew):
-            self._evals = [*self._evals[-MOST:], (captured, shapes, run)]
-        return run, captured
-
-    def check_loss(self, captured: Captured, batch: Any) -> None:
-        """Compare the loss in evaluation mode with torch's."""
-        if self.checked:
-            case = LossCase(self.model, self.loss, None, How(), self.compiled.device)
-            with as_before(captured.reads):
-                if any(q.of_state for q in cast(Reads, captured.reads).asked):
-                    given = {n: self.full(n) for n in captured.program.input_names if n in self.state_names and n not in captured.constants}
-                    seen_by_first(lambda: check_current_state(captured, case, batch, given))
-                else:
-                    seen_by_first(lambda: check_against_torch(captured, case, batch))
+        found = next((e for e in self._evaluations if e.is_for(batch)), None) or Evaluation(self, batch)
+        if found.lasts and found not in self._evaluations:
+            self._evaluations = [*self._evaluations[-MOST:], found]
+        return found(batch)
 
     def _batch(self, batch: Any, types: Mapping[str, Type] | None = None) -> dict[str, Tensor]:
         given = {**named_batch(batch), **self.lifted(batch)}
@@ -237,10 +197,14 @@ class Step(StepState):
         return part
 
     def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
-        """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`."""
-        type_, coords = next(t for t in self._batch_types.values() if t.shape), self.compiled.coords
-        mine = functools.partial(rows_of, type_, coords)
-        return Rows(samples, type_.shape[0], mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
+        """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`; all
+        rows in micro-batches, which take full batches."""
+        if self.micro_batches is not None:
+            size, mine = self.micro_batches.samples, torch.arange
+        else:
+            type_ = next(t for t in self._batch_types.values() if t.shape)
+            size, mine = type_.shape[0], functools.partial(rows_of, type_, self.compiled.coords)
+        return Rows(samples, size, mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
 
     @property
     def shapes(self) -> str:
@@ -431,22 +395,31 @@ class Step(StepState):
         got = self.run(self._batch(batch), {n: x.clone() for n, x in self._state.items()})
         found = {name: gathered(node.type, got.get(name), self.compiled) for name, node in self.program.outputs if name in want}
         own = self._close(found, want, tolerance, lambda: self._on_one_device(batch, moved))
-        return own if self._full_step is None else max(own, self._against_torch(self._full_step, batch, self._inputs(batch)))
+        full = self._of_full_batch
+        return own if full is None else max(own, self._against_torch(full, batch, self._inputs(batch)))
 
     @property
-    def _full_step(self) -> Captured | None:
-        """The step of a full batch as it was captured."""
-        return self.captured
+    def lifts(self) -> bool:
+        """Whether numbers in Python may become inputs."""
+        return self.micro_batches is None
+
+    @property
+    def _of_full_batch(self) -> Captured | None:
+        """The step of a full batch as it was captured; none where micro-batches go by themselves."""
+        return self.captured if self.micro_batches is None else self.micro_batches.micro.whole
 
     def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
         """All that a step on one device reads, changed."""
         values = {n: change(self.full(n)) for n in self.state_names} | self._numbers()
-        return values | {n: change(x).to(self.compiled.device) for n, x in {**named_batch(batch), **self.lifted(batch)}.items()}
+        values |= {n: change(x).to(self.compiled.device) for n, x in {**named_batch(batch), **self.lifted(batch)}.items()}
+        return values if self.micro_batches is None else values | self.micro_batches.seeds(0, self.seed + self.steps)
 
     def _on_one_device(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Values:
-        """The captured step of the full batch by the interpreter, from changed inputs."""
-        values, full = self._inputs(batch, change), cast(Captured, self._full_step).program
-        return interp.run_global(full, {n: values[n] for n in full.input_names})
+        """The captured step of the full batch, or micro-batch by micro-batch, by the interpreter, from changed inputs."""
+        values, full = self._inputs(batch, change), self._of_full_batch
+        if full is None:
+            return cast(MicroBatches, self.micro_batches).one_by_one(self.captured, batch, values, change, self.seed + self.steps)
+        return interp.run_global(full.program, {n: values[n] for n in full.program.input_names})
 
     def _against_torch(self, captured: Captured, batch: Any, inputs: Values) -> float:
         """The largest relative difference between the captured step and the user's own module in plain torch."""
@@ -457,10 +430,11 @@ class Step(StepState):
 
     def check_reached_state(self, batch: Any) -> None:
         """Compare the program with torch, both from the state reached."""
-        if self.checked and self._full_step is not None:
+        full = self._of_full_batch
+        if self.checked and full is not None:
             batch = filled(batch, self.compiled.device)
-            with as_before(self._full_step.reads):
-                self._against_torch(self._full_step, batch, self._inputs(batch))
+            with as_before(full.reads):
+                self._against_torch(full, batch, self._inputs(batch))
 
     def _close(self, found: Values, want: Values, tolerance: float, again: Callable[[], Values] | None = None) -> float:
         """The largest relative difference between what was found and what was wanted; too large a one is refused.

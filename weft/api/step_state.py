@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evals", "_evaluations", "own", "optimizer_state", "_seen", "synced", "listeners",
+                     "optimizer", "_state", "_held_as", "_missed", "_evaluations", "own", "optimizer_state", "_seen", "synced", "listeners",
                      "_updates", "_counts"})  # fmt: skip
 
 
 class StepState:
     """What a step has to run one program now and another later: state by name, laid out as the program at hand wants it."""
 
-    lifts = True  # whether numbers in Python may become inputs
     captured: Captured
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -86,7 +86,7 @@ def _drafted(name: str, plan: str, any_plan: bool = False) -> Draft:
     """A model's step after all passes. Nothing runs: its example is on `meta`."""
     import torch
 
-    from weft.api.pipelined import micro_steps
+    from weft.api.micro_steps import micro_steps
     from weft.api.planfile import follow
     from weft.frontend.capture import capture
     from weft.frontend.source import load

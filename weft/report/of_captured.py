@@ -43,7 +43,7 @@ def of_captured(plan: Plan, run_model: bool = False) -> dict[str, Any]:
 
 def _right(plan: Plan, placed: Program, asked: Any) -> dict[str, Any]:
     """Whether the plan's program is what the model's own file gives today, communication aside."""
-    from weft.api.record import rewrite_rules_used, verbs
+    from weft.api.program_facts import rewrite_rules_used, verbs
 
     try:
         step, moves = rewritten(asked.pool.captured, moves_of(plan.layouts))
@@ -73,7 +73,7 @@ def _one_pass(plan: Plan, placed: Program) -> dict[str, Any]:
 
 def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
     """Every pass of every stage where it runs, and memory of the fullest."""
-    from weft.api.record_pipeline import split
+    from weft.api.program_facts import split
 
     line, seen = asked.pool.lines.built(plan.spec, asked.pool.where)
     facts = _facts(plan, seen, line.update, asked.pool.captured.states, dict(line.update.mesh.sizes), "the full step")
@@ -81,7 +81,7 @@ def _staged(plan: Plan, asked: Any) -> dict[str, Any]:
 
 
 def _facts(plan: Plan, seen: Seen, stored: Program, states: Mapping[str, str], mesh: Mapping[str, int], title: str) -> dict[str, Any]:
-    from weft.api.record import communication, tensors
+    from weft.api.program_facts import communication, tensors
 
     return {
         "held": tensors(stored, states), "mesh": mesh, "communication": communication(stored), "program": stored,

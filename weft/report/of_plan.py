@@ -131,7 +131,7 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
     """One micro-batch on the mesh of one stage."""
     import torch
 
-    from weft.api.record import communication, tensors, verbs
+    from weft.api.program_facts import communication, tensors, verbs
     from weft.frontend.capture import capture
 
     s = plan.setting

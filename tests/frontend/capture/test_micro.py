@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api.pipelined import micro_steps
+from weft.api.micro_steps import micro_steps
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
 from weft.frontend.capture.micro import batch_dims_of, in_micro_batches, micro_batch, unrolled
