@@ -46,24 +46,18 @@ HOST = torch.device("cpu")
 
 
 class Follows(Protocol):
-    """What a plan says beyond its spec; `program` where it says how every tensor is laid out."""
+    """What a plan says beyond its spec; `program` where it says how every tensor is laid out, which is `as_run` where it was chosen as it runs."""
 
     @property
     def program(self) -> Program | None: ...
+    @property
+    def as_run(self) -> bool: ...
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
     def part(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
     def found(self, captured: Captured) -> FoundStages: ...
     def again(self, captured: Captured) -> Captured: ...
     def input_layouts(self, captured: Captured, spec: Spec) -> Mapping[str, Placements]: ...
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None: ...
-
-
-class Decided(Protocol):
-    """A choice between plans, with the program that was priced."""
-
-    @property
-    def program(self) -> Program: ...
-    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,6 @@ class Draft:
     captured: Captured | None  # none before a micro-batch that is captured by itself
     spec: Spec
     plan: Follows | None = None
-    decided: Decided | None = None
     pins: tuple[Pin, ...] = ()
     samples: Mapping[str, int] = field(default_factory=dict)  # the dim of a batch's tensor that counts samples, where it is not the first
     noise: bool = False
@@ -99,6 +92,10 @@ class Draft:
     laid: PlacedPipeline | None = None
     program: Program | None = None
     trail: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # passes, and nodes before and after each
+
+    @property
+    def as_run(self) -> bool:
+        return self.plan is not None and self.plan.as_run
 
     @property
     def step(self) -> Captured:
@@ -144,10 +141,9 @@ def _recompute(d: Draft) -> Draft:
 
 
 def _rules(d: Draft) -> Draft:
-    chosen = d.decided or d.plan
-    if chosen is None:
+    if d.plan is None:
         return replace(d, source=d.step)
-    source, moves = d.plan.part(d.step) if d.micro is not None and d.plan is not None else chosen.step(d.step)
+    source, moves = d.plan.step(d.step) if d.micro is None else d.plan.part(d.step)
     return replace(d, captured=source, source=source, moves=moves)
 
 
@@ -182,7 +178,7 @@ def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = F
 
 def _sparse(d: Draft) -> Draft:
     """Noise is estimated from sums of full gradients, and micro-batches add them up; a plan's program has its own updates."""
-    kept = d.stages is not None or d.noise or d.any_plan or d.decided is not None or (d.plan is not None and d.plan.program is not None)
+    kept = d.stages is not None or d.noise or d.any_plan or (d.plan is not None and d.plan.program is not None)
     source = d.source or d.step
     return replace(d, source=source) if kept else replace(d, source=source, captured=replace(d.step, program=by_rows(d.step.program)))
 
@@ -190,8 +186,6 @@ def _sparse(d: Draft) -> Draft:
 def _place(d: Draft) -> Draft:
     if d.stages is not None and d.micro is not None:
         return replace(d, laid=place_stages(d.step, d.spec, d.stages, d.guard, d.micro.first))
-    if d.decided is not None:
-        return replace(d, program=d.decided.program)
     followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
     if followed is not None:
         return replace(d, program=followed)
@@ -207,7 +201,7 @@ def _pinned(d: Draft) -> dict[str, Placements]:
 
 
 def _balance_samples(d: Draft) -> Draft:
-    return _with_phases(d, balance_samples) if d.decided is None else d
+    return d if d.as_run else _with_phases(d, balance_samples)
 
 
 def _noise(d: Draft) -> Draft:
@@ -279,7 +273,7 @@ def _buckets(d: Draft) -> Draft:
 
 def _with(d: Draft, change: Callable[[Program], Program]) -> Draft:
     """The placed program changed; one that was chosen as it runs is not."""
-    return replace(d, program=change(d.program)) if d.program is not None and d.decided is None else d
+    return replace(d, program=change(d.program)) if d.program is not None and not d.as_run else d
 
 
 PASSES = (

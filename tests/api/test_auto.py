@@ -86,7 +86,7 @@ def test_the_fastest_that_fits_is_taken(captured: Captured) -> None:
     found = auto.decide(captured, cluster("2xx86-2"))
     had = [o for o in found.options if not o.reason]
     assert found.chosen.ms == min(o.ms for o in had) and {"dp2", "dp2,zero1", "tp2", "cp2"} <= {o.plan for o in had}
-    assert found.program.text == found.text and any(o.plan.startswith(auto.SOLVER) for o in had)
+    assert found.followed.program.text == found.text and any(o.plan.startswith(auto.SOLVER) for o in had)
     assert "predicted" in str(found) and f"  {had[-1].plan}: +" in str(found)
     again = auto.decide(captured, cluster("2xx86-2"))
     assert again == found
@@ -172,7 +172,7 @@ def test_pins_bind_every_plan(captured: Captured) -> None:
     name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
     pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
     found = auto.decide(captured, cluster("2xx86-2"), auto.PlanRequest((pin,)))
-    assert found.named.tp == 2 and str(found.program.input_names[name].layout.placement("tp")) == "S(1)"
+    assert found.named.tp == 2 and str(found.followed.program.input_names[name].layout.placement("tp")) == "S(1)"
     assert "an axis of dp" in next(o.reason for o in found.options if o.plan == "dp2") or any(
         "dp2" == o.plan and o.reason for o in found.options
     )

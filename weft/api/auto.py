@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weft import passes
 from weft.api.pipeline_plans import PipelinePlans
+from weft.api.planfile import Followed
 from weft.cluster.here import here
 from weft.cluster.profile import Constant
 from weft.cluster.spec import Cluster
@@ -35,7 +36,7 @@ from weft.frontend.capture import Captured
 from weft.ops.registry import nbytes
 from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
-from weft.plan.rewritten import SPELLED, Move, moves_of, replayed, rewritten
+from weft.plan.rewritten import SPELLED, Move, moves_of, replayed
 from weft.plan.space import divisors
 from weft.plan.spec import MIXED, Spec
 from weft.runtime.agree import from_first, rank, world
@@ -84,17 +85,15 @@ class Decision:
     text: str
     moves: Sequence[Mapping[str, Any]] | None = None
 
-    def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
-        """The captured step after the moves, and the words for them."""
-        return rewritten(captured, moves_of({"moves": self.moves}))
-
     @property
     def named(self) -> Spec:
         return Spec.parse(self.words)
 
     @cached_property
-    def program(self) -> Program:
-        return parse(self.text)
+    def followed(self) -> Followed | None:
+        """The plan as a step follows it: the very program that was priced; none of a plan in micro-batches."""
+        spec = replace(self.named, moves=moves_of({"moves": self.moves}))
+        return Followed("the plan that was chosen", spec, parse(self.text), as_run=True) if self.text else None
 
     @property
     def chosen(self) -> Option:

@@ -171,7 +171,8 @@ class _StepRequest:
             self._require_any_plan()
             if self.several:
                 begun, verdict = self._first()
-        step = self._finished(begun, decision, self.example)
+        chosen = decision.followed if decision is not None and not self.any_plan else self.file
+        step = self._finished(begun, chosen, self.example)
         step.verified, step.decision = verdict, decision
         return self.variants.adopt(step, self.again)
 
@@ -184,7 +185,7 @@ class _StepRequest:
         begun = self._begun(batch, first=False, **settings)
         if known(begun.draft.step):
             return None
-        step = self._finished(begun, None, batch)
+        step = self._finished(begun, self.file, batch)
         step.unjudged = begun.judged if self.asked.check else None
         return step
 
@@ -234,14 +235,14 @@ class _StepRequest:
     def _how(self) -> How:
         return How(parts=self.asked.accumulate if self.asked.allow_micro_mean and not self.several else 1, **self.asked.how)
 
-    def _finished(self, begun: _Begun, decision: auto.Decision | None, batch: Any) -> Step:
-        """What whoever chose the plan makes of the captured step, placed, and proved to be it."""
+    def _finished(self, begun: _Begun, followed: planfile.Followed | None, batch: Any) -> Step:
+        """The captured step as its plan wants it, placed, and proved to be it."""
         spec, traced = begun.draft.spec if self.several else cast(Spec, self.named), begun.draft.step.program
-        draft = replace(begun.draft, spec=spec, plan=self.file, decided=None if self.any_plan or self.several else decision, any_plan=self.any_plan)
+        draft = replace(begun.draft, spec=spec, plan=followed, any_plan=self.any_plan)
         draft = passes.run(draft, after="guard", until="recompute")
         captured, placed = draft.step, passes.run(draft, after="recompute", until="noise")
         draft, report = passes.run(placed, after="noise"), None
-        if self.any_plan and (draft.moves or (self.file is not None and self.file.program is not None)):
+        if self.any_plan and (draft.moves or (followed is not None and followed.program is not None)):
             raise PlanError(
                 f'deterministic="{ANY_PLAN}" with a plan that rewrites the step', needed="a plan string",
                 found=f"{len(draft.moves)} rewrites", try_=f'plan="{spec}"',

@@ -35,12 +35,13 @@ FREE = "weft plan ... --pin pp=1"
 
 @dataclass(frozen=True)
 class Followed:
-    """A plan to be followed. `program` is that of a captured model, on the mesh of one stage."""
+    """A plan to be followed. `program` is that of a captured model, on the mesh of one stage; `as_run` where it was chosen with its buckets and kernels."""
 
     path: str
     spec: Spec
     program: Program | None = None
     contents: StageContents | None = None  # what its stages are made of
+    as_run: bool = False
 
     def guarded(self) -> Followed:
         """The plan for a step that leaves state as it was where the loss is NaN or Inf."""
@@ -48,7 +49,7 @@ class Followed:
 
     def step(self, captured: Captured) -> tuple[Captured, tuple[str, ...]]:
         """The step with the plan's moves made, and the words for them."""
-        if self.program is not None:
+        if self.program is not None and not self.as_run:
             self._require_same_model(captured)
         try:
             return rewritten(captured, self.spec.moves)
@@ -102,8 +103,8 @@ class Followed:
 
     def placed(self, captured: Captured, pins: Sequence[Pin]) -> Program | None:
         """The step laid out as the plan says; None where it says nothing of single tensors."""
-        if self.program is None:
-            return None
+        if self.program is None or self.as_run:
+            return self.program
         if pins:
             raise PlanError(
                 f"{self.path} fixes the layout of every tensor", needed="no pins next to it", found=", ".join(map(str, pins)), try_="leave out pins="
