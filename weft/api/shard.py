@@ -276,7 +276,7 @@ class Sharded:
 
     def _require_same_values(self, given: Mapping[str, Any]) -> None:
         """What was read from Python is as it was: these passes are of that, and are not made again."""
-        changes = self.reads[self.model.training].changed_since()
+        changes = self.reads[self.model.training].changes()
         before, now = _values(self.given), _values(given)
         changes += [Change(f"{n} of the call", before.get(n), now.get(n)) for n in {**before, **now} if before.get(n) != now.get(n)]
         for n, p in self.model.named_parameters():

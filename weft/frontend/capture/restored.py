@@ -37,7 +37,7 @@ def as_before(reads: Reads | None) -> Iterator[None]:
         return
     places = [(p, p.now()) for p in (*reads.places, *(c.place for c in reads.left if c.place is not None))]
     containers = [(full, copied(full)) for full, _, _ in reads.wholes]
-    sources = [(source, random_state(source)) for source, _ in reads._sources]
+    sources = [(source, random_state(source)) for source, _ in reads.sources]
     reads.undo()
     try:
         yield
