@@ -20,23 +20,28 @@ import torch
 
 from weft import interp
 from weft.api.compiled import Compiled, plan_of
+from weft.api.data import Shape
+from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout
 from weft.core.node import Node, make
 from weft.core.program import Program
 from weft.frontend.capture import Captured
+from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.ops.source import input_node
 from weft.runtime.traced import Traced
 
 if TYPE_CHECKING:
     from weft.api.micro_batches import MicroBatches
-    from weft.api.retracing import Form
+    from weft.api.retracing import Form, Variants
+    from weft.api.step import Step
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 Place = tuple[str, int]  # a tensor of the batch, and a dim of it
 Sizes = tuple[int, ...]  # of the dims that change
 Rule = Callable[[Sizes], Any]
 POWERS = (1, 2, -1, 0)
+MOST = 4  # ranges of one step
 NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.])")
 
 
@@ -300,6 +305,102 @@ class Range:
                 known[seen] = explained(self.sizes, seen)
             out.append(known[seen])
         return out
+
+
+class Ranges:
+    """The ranges of sizes that a step is compiled for."""
+
+    def __init__(self, of: Variants) -> None:
+        self.of, self.found = of, list[Range]()
+        self.narrow: set[Any] = set()  # dims whose sizes need a program each
+
+    def compiled_for(self) -> str:
+        """The batches that need no compilation, in words."""
+        single = [f for f in self.of.kept if not f.ranged and not any(r.has(f.shapes) for r in self.found)]
+        shapes = (", ".join(f"{n.removeprefix('batch.')} {list(s)}" for n, s in f.shapes.items()) for f in single)
+        return "; ".join([*map(str, self.found), *shapes])
+
+    def form(self, captured: Captured, reads: Reads, example: Any) -> Form | None:
+        """The program of a batch whose sizes lie between those of compiled ones."""
+        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
+        wide = [r for r in self.found if r.forms[0].given == self.of.given and r.has(shapes) and not self.of.exact]
+        made = next((form for r in wide if (form := r.form(captured, reads, shapes)) is not None), None)
+        return made if wide and all(self.of.together.answers(made is not None, "whether compiled code fits a batch")) else None
+
+    def widen(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
+        """Where this is the third size of some dims, compile for the powers of two around, so that no size between them is compiled again."""
+        self.found = [r for r in self.found if r.forms[0].given == self.of.given]
+        if any(r.has(shapes) for r in self.found):
+            return
+        before = next((r for r in self.found if r.is_like(shapes)), None)
+        dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
+        key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
+        if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
+            self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): another program is compiled for it", once="shape")
+            return
+        with self.of.together.telling():
+            made = self._range(step, batch, shapes, dims, forms)
+        odd = next((words for words in self.of.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
+        if isinstance(made, str) or odd:
+            self.narrow.add(key)
+            self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
+            return
+        outside = f"; {_describe_shapes(shapes, step)} is outside {before}" if before is not None else ""
+        self.found = [*(r for r in self.found[-MOST:] if r is not before), made]
+        self.of.tell(f"compiled for batches of {made}{outside}", once="")
+
+    def _like(self, shapes: dict[str, Shape]) -> tuple[Any, list[Form]]:
+        """Programs of batches that differ from this in the same few dims, of three sizes at least with its own."""
+        groups: dict[Any, list[Form]] = {}
+        for form in self.of.kept:
+            dims = changing(form.shapes, shapes) if form.given == self.of.given and not form.ranged else None
+            if dims and len(dims) <= 2:
+                groups.setdefault(dims, []).append(form)
+        came = {dims: [sizes_of(shapes, dims), *(sizes_of(f.shapes, dims) for f in forms)] for dims, forms in groups.items()}
+        found = [(dims, groups[dims]) for dims, at in came.items() if all(len(set(of) - {0, 1}) > 2 for of in zip(*at, strict=True))]
+        return min(found, key=lambda x: len(x[0]), default=((), []))
+
+    def _range(self, step: Step, batch: Any, shapes: dict[str, Shape], dims: Any, forms: list[Form]) -> Range | str:
+        """The range around sizes of some programs and the one that came, or why there is none."""
+        came = [*(sizes_of(f.shapes, dims) for f in forms), sizes_of(shapes, dims)]
+        seen = [at for at in came if min(at) > 1]
+        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*seen, strict=True)]
+        have = {sizes_of(f.shapes, dims) for f in forms}
+        corners = [at for at in itertools.product(*ends) if at not in have]
+        made = [f for f in forms if sizes_of(f.shapes, dims) in seen]
+        try:
+            made += [self._sample(step, batch, resized(shapes, dims, at)) for at in corners]
+            made += [self._sample(step, batch, shapes)] if len(made) < 3 else []
+            range_ = Range(dims, made)
+            assert range_.parts and range_.traced
+        except Unexplained as e:
+            return str(e)
+        self.of.kept = [*(f for f in made if f not in self.of.kept), *self.of.kept]
+        return range_
+
+    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
+        """A program for batches of other sizes than this one, of which no batch has come."""
+        example = of_shapes(batch, shapes)
+        reads = self.of.reads(example=example)
+        try:
+            made: Form = self.of.made(step, batch, example, reads)
+        except RuntimeFault:
+            raise
+        except Exception as e:  # the model takes no such sizes
+            raise Unexplained(f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]) from e
+        finally:
+            reads.undo()
+        made.attributes["_state"] = {n: x for n, x in made.attributes["_state"].items() if n in made.attributes["captured"].constants}
+        return made
+
+
+def of_shapes(batch: Any, shapes: Shapes) -> Any:
+    """A batch of other sizes, without values."""
+    return changed(batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x)
+
+
+def _describe_shapes(shapes: Shapes, step: Step) -> str:
+    return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
 
 
 def _numbers(n: Node) -> Any:

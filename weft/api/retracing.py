@@ -7,7 +7,6 @@ draws random numbers there, is traced at every call. Programs are kept by what t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import warnings
 from collections import Counter
@@ -21,28 +20,29 @@ from torch import Tensor, nn
 
 from weft import interp
 from weft.api.data import Brought, Shape
-from weft.api.ranges import Range, Unexplained, changing, resized, sizes_of
+from weft.api.lifting import filled_in, may_lift
+from weft.api.ranges import Ranges, of_shapes
 from weft.api.rank_sync import RankSync, one_process
+from weft.api.settings_guard import SettingsGuard
 from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.names import original
-from weft.core.node import Node, constant, remade, user_level, with_operands
+from weft.core.node import remade, user_level
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
 from weft.frontend.capture.batches import changed, named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.kept import Kept
-from weft.frontend.capture.optimizer_settings import COUNT, OWN, all_settings, settings_home
-from weft.frontend.capture.places import Change, Place, holds_traced, is_number
-from weft.ops.pointwise import add, mul
+from weft.frontend.capture.optimizer_settings import COUNT
+from weft.frontend.capture.places import Change, Place, holds_traced
 
 if TYPE_CHECKING:
     from weft.api.step import Step
 
 MOST = 16  # programs of one step
-MANY, RANGES = 256, 4  # sizes that run by programs of others, and ranges of such sizes
+MANY = 256  # sizes that run by programs of others
 
 Make = Callable[..., "Step"]  # (example, known, **settings of the capture) to a step
 
@@ -68,11 +68,6 @@ class Form:
         return all(t.shape == shapes[n] for n, t in self.attributes["_batch_types"].items() if n in shapes)
 
 
-def _of_shapes(batch: Any, shapes: Mapping[str, Shape]) -> Any:
-    """A batch of other sizes, without values."""
-    return changed(batch, lambda n, x: torch.empty(shapes[n], dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
-
-
 class Variants:
     """The programs of one step, made as they are needed."""
 
@@ -83,15 +78,12 @@ class Variants:
         self.impure = self.exact = False
         self.make: Make | None = None
         self.kept: list[Form] = []
-        self.ranges: list[Range] = []
-        self.narrow: set[Any] = set()  # dims whose sizes need a program each
+        self.ranges = Ranges(self)
         self.told: set[str] = set()
         self.times: Counter[str] = Counter()
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
-        self._keys: dict[str, set[str]] = {}  # of the optimizer's settings; what a scheduler adds later is its own
-        self._know_keys()
-        self._settings = self._settings_now()
+        self.settings = SettingsGuard(optimizer)
         self.together = RankSync(run)
         self.brought = Brought(self.together)
         self.own: dict[str, Tensor] = {}
@@ -127,20 +119,20 @@ class Variants:
             self.impure, self.given = True, self.given | {COUNT}
             words = next(words for words, stable in answers if not stable)
             warnings.warn(f"the step changes Python as it runs ({words}): it is traced at every call", stacklevel=user_level())
-        last = self._reads(alone=self.impure)
+        last = self.reads(alone=self.impure)
         made = run(last)
         last.undo()
         return made
 
     def _tried_twice(self, run: Callable[[Reads], Any]) -> tuple[str, bool]:
         """What the step changes in Python, in words, and whether it is the same step after that; Python is then as it leaves it, or as before."""
-        before = self._reads(alone=True)
+        before = self.reads(alone=True)
         made = run(before)
         self.constants.steady = self._steady(_captured(made))
         before.keep()
         self.constants.steady = {}
         before.redo()
-        after = self._reads(alone=True)
+        after = self.reads(alone=True)
         try:
             again = run(after)
         except Exception as error:
@@ -168,7 +160,7 @@ class Variants:
         named = {n: self._of_module(n) for n in program.input_names if n.startswith("buffer.") and n not in written}
         return {n: x for n, x in named.items() if x is not None}
 
-    def _reads(self, alone: bool = False, example: Any = None) -> Reads:
+    def reads(self, alone: bool = False, example: Any = None) -> Reads:
         reads = Reads(self.model, self.loss, self.example if example is None else example)
         reads.shared, reads.lifted, reads.answers, reads.kept = not alone, dict(self.lifted), self.asked(), self.constants
         return reads
@@ -178,9 +170,7 @@ class Variants:
         self.make, step.forms = make, self
         self.answers.forget()
         self.answers.state = lambda name: step.full(name).detach().cpu() if name in step.state_names else self._of_module(name)
-        for g, keys in self._keys.items():  # numbers of a group that its own step changes are state
-            keys.difference_update(step.captured.updates[f"group.{g}"].nest if f"group.{g}" in step.captured.updates else ())
-        self._settings = self._settings_now()
+        self.settings.adopt(step.captured, self.given)
         self.kept.append(Form(step.traced, step.reads, self.given, _own(step)))
         return step
 
@@ -192,7 +182,7 @@ class Variants:
         self.answers.forget()  # an evaluation, or a call that failed, had others
         fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
         other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
-        same = self._settings_hold() and step.captured.given == self.given and _answers_hold(step, step.captured)
+        same = self.settings.hold(self.given) and step.captured.given == self.given and _answers_hold(step, step.captured)
         if self.impure or other or not (fits and same and step.reads.hold(batch)):
             self._retrace(step, batch, self._shapes(step, batch, fits))
         step.read_anew()
@@ -215,7 +205,7 @@ class Variants:
         changes = [*step.reads.changes(batch), *self._settings_changed(step)]
         self.times.update(c.words for c in changes)
         for form in reversed(self.kept):
-            same = self._may_be(form) and form.fits(shapes) and self._same_settings(form)
+            same = self._may_be(form) and form.fits(shapes) and self.settings.same_form(form.attributes["captured"])
             if same and form.reads.hold(batch) and _answers_hold(step, form.attributes["captured"]):
                 self._agree(form.program, form.reads, batch, form, step)
                 self._use(step, form.reads, form, batch, shapes)
@@ -223,23 +213,24 @@ class Variants:
         if not (changes or self.exact) and all(t.shape == shapes[n] for n, t in step._batch_types.items() if n in shapes):
             self._asked(step)
         elif not (changes or self.exact):
-            self._widen(step, batch, shapes)
+            self.ranges.widen(step, batch, shapes)
         self._use(step, *self._trace(step, batch, shapes, changes), batch, shapes)
+
+    def _settings_changed(self, step: Step) -> list[Change]:
+        """Settings that were numbers of the program become inputs; with other groups every program is another."""
+        changes, moved, grown = self.settings.changes(step.captured, self.given)
+        self.given |= moved
+        if grown:
+            self.kept, self.ranges.found = [], []
+        return changes
 
     def _asked(self, step: Step) -> None:
         """Say where Python asks for numbers that are others now."""
         self.asks += any(q.of_state for q in step.reads.asked)
         lines = ", ".join(dict.fromkeys(q.words for q in step.reads.asked)) or "a setting of the optimizer"
-        self._tell(f"a number that Python asks for is another ({lines}): another program is compiled for it", once="asked")
+        self.tell(f"a number that Python asks for is another ({lines}): another program is compiled for it", once="asked")
         if self.asks > 2:
-            self._tell(f"numbers that Python asks for ({lines}) are others again and again: each time the step is compiled anew", once="asks")
-
-    def _same_settings(self, form: Form) -> bool:
-        """Whether all settings that are no numbers are those it was captured for."""
-        if self.optimizer is None:
-            return True
-        now, then = all_settings(self.optimizer, self._keys), form.attributes["captured"].groups
-        return all(dict(s.form).items() <= dict(then[g].form).items() for g, s in now.items() if g in then)
+            self.tell(f"numbers that Python asks for ({lines}) are others again and again: each time the step is compiled anew", once="asks")
 
     def _may_be(self, form: Form) -> bool:
         return form.given == self.given and not (form.ranged and self.exact)
@@ -250,7 +241,7 @@ class Variants:
         """The program that Python means now, new or known."""
         with self.together.telling(), _with_batch_in_message(step, batch):
             example = self._example_of(batch, shapes)
-            numbers = [] if alone or not step.lifts else [c for c in changes or () if _may_lift(c) and c.words not in self.unlifted]
+            numbers = [] if alone or not step.lifts else [c for c in changes or () if may_lift(c) and c.words not in self.unlifted]
             if numbers:
                 peeked, reads = self._peek(example)
                 known = self._known(peeked, example)
@@ -258,14 +249,14 @@ class Variants:
                     _take_constants(known, peeked)
                     self._agree(peeked.program, reads, batch, known, step)
                     return reads, known
-                want = _filled_in(peeked.program, {})
+                want = filled_in(peeked.program, {})
                 for dtype in (torch.float64, torch.float32):
                     lifted = self._lifted(step, batch, example, want, numbers, dtype)
                     if lifted is not None:
                         return lifted
                 self.unlifted |= {c.words for c in numbers}
-            reads = self._reads(alone, example)
-            made = self._made(step, batch, example, reads)
+            reads = self.reads(alone, example)
+            made = self.made(step, batch, example, reads)
             kept = reads.keep()
             if not alone and (reads.left or reads.drew):
                 reads.undo()
@@ -277,7 +268,7 @@ class Variants:
     def _peek(self, example: Any) -> tuple[Captured, Reads]:
         """The program that Python means now, not compiled."""
         found: list[Captured] = []
-        reads = self._reads(example=example)
+        reads = self.reads(example=example)
         assert self.make is not None
         self.make(example, lambda captured: bool(found.append(captured)) or True, given=self.given, reads=reads)
         reads.undo()
@@ -298,9 +289,9 @@ class Variants:
             name = place or f"value.{len(self.lifted)}"
             self.lifted[name] = (place or c.place, kind)  # type: ignore[assignment]
             values[name] = c.now
-        reads = self._reads(example=example)
+        reads = self.reads(example=example)
         try:
-            made = self._made(step, batch, example, reads, check=lambda c: _filled_in(c.program, values) == want)
+            made = self.made(step, batch, example, reads, check=lambda c: filled_in(c.program, values) == want)
         except RuntimeFault:
             raise
         except Exception:  # numbers that Python computes with, branches on or counts by stay numbers
@@ -311,7 +302,7 @@ class Variants:
             return None
         return reads, made
 
-    def _made(self, step: Step, batch: Any, example: Any, reads: Reads, check: Callable[[Captured], bool] | None = None) -> Any:
+    def made(self, step: Step, batch: Any, example: Any, reads: Reads, check: Callable[[Captured], bool] | None = None) -> Any:
         assert self.make is not None
         found: list[Form | None] = []
 
@@ -325,7 +316,7 @@ class Variants:
             form = self._known(captured, example)
             if form is not None:
                 _take_constants(form, captured)
-            form = form or self._ranged(captured, reads, example)
+            form = form or self.ranges.form(captured, reads, example)
             found[:] = [form] if form is not None else []
             self._agree(captured.program, reads, batch, form, step)
             return bool(found)
@@ -390,141 +381,18 @@ class Variants:
             try_="pass it as a tensor in the batch",
         )
 
-    # -- programs for many sizes ---------------------------------------------------------------------------------------
-
-    def compiled_for(self) -> str:
-        """The batches that need no compilation, in words."""
-        single = [f for f in self.kept if not f.ranged and not any(r.has(f.shapes) for r in self.ranges)]
-        shapes = (", ".join(f"{n.removeprefix('batch.')} {list(s)}" for n, s in f.shapes.items()) for f in single)
-        return "; ".join([*map(str, self.ranges), *shapes])
-
-    def _ranged(self, captured: Captured, reads: Reads, example: Any) -> Form | None:
-        """The program of a batch whose sizes lie between those of compiled ones."""
-        shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
-        wide = [r for r in self.ranges if r.forms[0].given == self.given and r.has(shapes) and not self.exact]
-        made = next((form for r in wide if (form := r.form(captured, reads, shapes)) is not None), None)
-        return made if wide and all(self.together.answers(made is not None, "whether compiled code fits a batch")) else None
-
-    def _widen(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
-        """Where this is the third size of some dims, compile for the powers of two around, so that no size between them is compiled again."""
-        self.ranges = [r for r in self.ranges if r.forms[0].given == self.given]
-        if any(r.has(shapes) for r in self.ranges):
-            return
-        before = next((r for r in self.ranges if r.is_like(shapes)), None)
-        dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
-        key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
-        if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
-            self._tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): another program is compiled for it", once="shape")
-            return
-        with self.together.telling():
-            made = self._range(step, batch, shapes, dims, forms)
-        odd = next((words for words in self.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
-        if isinstance(made, str) or odd:
-            self.narrow.add(key)
-            self._tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
-            return
-        outside = f"; {_describe_shapes(shapes, step)} is outside {before}" if before is not None else ""
-        self.ranges = [*(r for r in self.ranges[-RANGES:] if r is not before), made]
-        self._tell(f"compiled for batches of {made}{outside}", once="")
-
-    def _like(self, shapes: dict[str, Shape]) -> tuple[Any, list[Form]]:
-        """Programs of batches that differ from this in the same few dims, of three sizes at least with its own."""
-        groups: dict[Any, list[Form]] = {}
-        for form in self.kept:
-            dims = changing(form.shapes, shapes) if form.given == self.given and not form.ranged else None
-            if dims and len(dims) <= 2:
-                groups.setdefault(dims, []).append(form)
-        came = {dims: [sizes_of(shapes, dims), *(sizes_of(f.shapes, dims) for f in forms)] for dims, forms in groups.items()}
-        found = [(dims, groups[dims]) for dims, at in came.items() if all(len(set(of) - {0, 1}) > 2 for of in zip(*at, strict=True))]
-        return min(found, key=lambda x: len(x[0]), default=((), []))
-
-    def _range(self, step: Step, batch: Any, shapes: dict[str, Shape], dims: Any, forms: list[Form]) -> Range | str:
-        """The range around sizes of some programs and the one that came, or why there is none."""
-        came = [*(sizes_of(f.shapes, dims) for f in forms), sizes_of(shapes, dims)]
-        seen = [at for at in came if min(at) > 1]
-        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*seen, strict=True)]
-        have = {sizes_of(f.shapes, dims) for f in forms}
-        corners = [at for at in itertools.product(*ends) if at not in have]
-        made = [f for f in forms if sizes_of(f.shapes, dims) in seen]
-        try:
-            made += [self._sample(step, batch, resized(shapes, dims, at)) for at in corners]
-            made += [self._sample(step, batch, shapes)] if len(made) < 3 else []
-            range_ = Range(dims, made)
-            assert range_.parts and range_.traced
-        except Unexplained as e:
-            return str(e)
-        self.kept = [*(f for f in made if f not in self.kept), *self.kept]
-        return range_
-
-    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
-        """A program for batches of other sizes than this one, of which no batch has come."""
-        example = _of_shapes(batch, shapes)
-        reads = self._reads(example=example)
-        try:
-            made: Form = self._made(step, batch, example, reads)
-        except RuntimeFault:
-            raise
-        except Exception as e:  # the model takes no such sizes
-            raise Unexplained(f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]) from e
-        finally:
-            reads.undo()
-        made.attributes["_state"] = {n: x for n, x in made.attributes["_state"].items() if n in made.attributes["captured"].constants}
-        return made
-
-    def _tell(self, words: str, once: str) -> None:
+    def tell(self, words: str, once: str) -> None:
         if once not in self.told and (one_process() or dist.get_rank() == 0):
             print(f"weft: {words}", file=sys.stderr)
         self.told |= {once} if once else set()
 
-    # -- what else a program depends on --------------------------------------------------------------------------------
-
-    def _settings_hold(self) -> bool:
-        return self.optimizer is None or self._settings_now() == self._settings
-
-    def _settings_now(self) -> Any:
-        """All of the optimizer's groups that is no input: how many parameters each has, and its settings."""
-        if self.optimizer is None:
-            return None
-        now = all_settings(self.optimizer, self._keys)
-        others = {g: (s.form, [x for k, x in s.numbers.items() if k != "lr" and k not in self.given]) for g, s in now.items()}
-        return [len(g["params"]) for g in self.optimizer.param_groups], others
-
-    def _know_keys(self) -> None:
-        if self.optimizer is not None:
-            self._keys |= {g: set(settings_home(self.optimizer, g)) for g in all_settings(self.optimizer) if g not in self._keys}
-
-    def _settings_changed(self, step: Step) -> list[Change]:
-        """Settings that were numbers of the program become inputs; another form of the optimizer is another program, or refused."""
-        if self.optimizer is None or self._settings_hold():
-            return []
-        (sizes, _), groups = self._settings, self.optimizer.param_groups
-        if [len(g["params"]) for g in groups[: len(sizes)]] != sizes:
-            raise RuntimeFault(
-                "the optimizer has other parameter groups than when the step was made",
-                needed=f"{len(sizes)} groups of the same parameters, and those that add_param_group adds",
-                found=f"{len(groups)} groups of {', '.join(str(len(g['params'])) for g in groups)} parameters",
-                try_="optimizer.add_param_group, or parallelize again",
-            )
-        found = []
-        if len(groups) > len(sizes):
-            self._know_keys()
-            self.kept, self.ranges = [], []
-            found.append(Change("the optimizer's groups", len(sizes), len(groups)))
-        now = all_settings(self.optimizer, self._keys)
-        for g, was in step.captured.groups.items():
-            of = "the optimizer" if g == OWN else f"the optimizer's group {g}"
-            moved = [k for k, x in now[g].numbers.items() if k != "lr" and x != was.numbers.get(k) and k not in self.given]
-            self.given |= set(moved)
-            found += [Change(f"{k} of {of}", was.numbers.get(k), now[g].numbers[k]) for k in moved]
-            found += [Change(f"{k} of {of}", dict(was.form).get(k), x) for k, x in now[g].form if x != dict(was.form).get(k)]
-        self._settings = self._settings_now()
-        return found
+    # -- all ranks -----------------------------------------------------------------------------------------------------
 
     def _example_of(self, batch: Any, shapes: dict[str, Shape]) -> Any:
         """A batch as it is traced: as it came, where it is a full one; else of the shapes all ranks' parts make, with the numbers and flags of now."""
         if one_process() or all(tuple(x.shape) == shapes[n] for n, x in named_batch(batch).items()):
             return batch
-        return _of_shapes(batch, shapes)
+        return of_shapes(batch, shapes)
 
     def _agree(self, program: Program, reads: Reads, batch: Any, form: Form | None, step: Step) -> None:
         """All ranks go over to the same program, or none does. A rank that stays with its own needs nobody."""
@@ -544,10 +412,6 @@ class Variants:
 
 def _described(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-def _describe_shapes(shapes: Mapping[str, Shape], step: Step) -> str:
-    return ", ".join(f"{n.removeprefix('batch.')} {list(shapes[n])}" for n in step._batch_types if n in shapes)
 
 
 def _take_constants(form: Form, captured: Captured) -> None:
@@ -582,10 +446,6 @@ def _with_batch_in_message(step: Step, batch: Any) -> Iterator[None]:
             raise
         found = f"{', '.join(given) or 'no tensor'}; the loss raised {type(error).__name__}: {error}"
         raise RuntimeFault(f"the batch has no {missing[0].removeprefix('batch.')!r}", needed=", ".join(wanted), found=found) from error
-
-
-def _may_lift(c: Change) -> bool:
-    return is_number(c.before) and type(c.before) is type(c.now) and (c.place is not None or c.words.endswith(" of the batch"))
 
 
 def _answers_hold(step: Step, captured: Captured) -> bool:
@@ -624,28 +484,3 @@ def _keeps(change: Change, error: Exception) -> CaptureError:
         found=str(error).splitlines()[0],
         try_='self.register_buffer("name", torch.zeros(...)), and write into it',
     )
-
-
-def _filled_in(program: Program, values: Mapping[str, float]) -> dict[str, Node]:
-    """The outputs where inputs are these numbers, and what follows from numbers alone is computed, as Python would have."""
-    made: dict[Node, Node] = {}
-    for n in program.nodes:
-        if n.op.is_input and n.attr("name") in values:
-            made[n] = constant(values[n.attr("name")], n.dtype, n.mesh)
-            continue
-        args = tuple(made[a] for a in n.args)
-        if n.args and all(a.op.is_number for a in args) and n.shape == () and len(n.types) == 1:
-            made[n] = _computed(n, args)
-        else:
-            args = args[::-1] if n.op in (add, mul) and args[0].op.is_number else args
-            made[n] = with_operands(n, args)
-    return {name: made[n] for name, n in program.outputs}
-
-
-def _computed(n: Node, args: tuple[Node, ...]) -> Node:
-    if n.op.is_cast:
-        return constant(args[0].attr("value"), n.dtype, n.mesh)
-    wide = [torch.tensor(a.attr("value"), dtype=torch.float64 if a.dtype.is_floating_point else a.dtype) for a in args]
-    return constant(n.op.run(*wide, **dict(n.attrs)).item(), n.dtype, n.mesh)
-
-

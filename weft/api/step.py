@@ -209,7 +209,7 @@ class Step(StepState):
     @property
     def shapes(self) -> str:
         """The batches that are compiled for, in words."""
-        return self.forms.compiled_for() if self.forms is not None else ""
+        return self.forms.ranges.compiled_for() if self.forms is not None else ""
 
     def _numbers(self) -> dict[str, Tensor]:
         """What changes from step to step by itself: settings of the optimizer, the step count, the seed of dropout."""
