@@ -30,6 +30,7 @@ from weft.runtime import hosts
 from weft.runtime.comm import message_bytes
 from weft.runtime.replay import is_accelerator
 from weft.transform.any_plan import any_plan
+from weft.transform.async_tp import async_tp
 from weft.transform.balanced_samples import balance_samples
 from weft.transform.chunks import in_chunks
 from weft.transform.gathers import gather_for_backward
@@ -219,11 +220,12 @@ def _experts(d: Draft) -> Draft:
         made = d if d.laid is not None else _with_phases(d, lambda p: sent_alone(p, "ep"))
         done = any(n.attr("sent") for p in _programs(made) for n in p.nodes)
     if not done:
-        raise PlanError(
-            f"{word} has nothing to do", needed="experts whose tokens are gathered along ep, an even number on every rank",
-            found="none in the step", try_=f"leave out {word}",
-        )  # fmt: skip
+        raise _idle(word, "experts whose tokens are gathered along ep, an even number on every rank")
     return made
+
+
+def _idle(word: str, needed: str) -> PlanError:
+    return PlanError(f"{word} has nothing to do", needed=needed, found="none in the step", try_=f"leave out {word}")
 
 
 def _programs(d: Draft) -> list[Program]:
@@ -252,6 +254,15 @@ def _any_plan(d: Draft) -> Draft:
 
 def _ring(d: Draft) -> Draft:
     return _with(d, lambda p: ring(p, "cp")) if d.spec.ring and d.spec.cp > 1 else d
+
+
+def _async_tp(d: Draft) -> Draft:
+    if not d.spec.async_tp:
+        return d
+    made = _with_phases(d, lambda p: async_tp(p, "tp")) if d.spec.tp > 1 else d
+    if [p.groups for p in _programs(made)] == [p.groups for p in _programs(d)]:
+        raise _idle("async-tp", "matmuls whose results are summed along tp, or whose operands are gathered there")
+    return made
 
 
 def _gather_for_backward(d: Draft) -> Draft:
@@ -294,6 +305,7 @@ PASSES = (
     ),
     Pass("low precision", "matmuls in 8-bit floats, where that is asked for: the one pass that rounds, after all that is proved equal", _low_precision),
     Pass("any plan", "sums by one tree over global indices, where bits are asked for that no plan changes", _any_plan),
+    Pass("async tp", "collectives of tensor parallelism go in chunks, overlapped with the matmuls they belong to, where the plan says so", _async_tp),
     Pass("ring", "keys of context parallelism are gathered in chunks, overlapped with the attention that reads them", _ring),
     Pass("fused update", "sums of gradients, the updates they lead to and the gathers after them are one kernel where peers share memory", _fused_update),
     Pass("buckets", "sums of small gradients are sent in a few messages, in the order the backward pass makes them", _buckets),

@@ -217,10 +217,8 @@ def test_what_a_plan_file_asks_and_is_not_done_is_refused(tmp_path: Path) -> Non
         planfile.follow(str(tmp_path / "once.json"))
     assert "weft plan ... --pin keep_gathered=false" in str(e.value)
     saved(tmp_path / "stages.json", pp=2, tp=2, micro_batch=1, recompute="full", overlap_tp=True, schedule="zero-bubble-eager")
-    with pytest.raises(PlanError, match="overlapped with the matmuls") as e:
-        planfile.follow(str(tmp_path / "stages.json"))
-    assert "weft plan ... --pin overlap_tp=false" in str(e.value)
-    assert str(load(tmp_path / "stages.json").spec) == "tp2,pp2,zero-bubble-eager,micro8,async-tp,recompute"
+    spec = load(tmp_path / "stages.json").spec
+    assert planfile.follow(tmp_path / "stages.json").spec == spec and str(spec) == "tp2,pp2,zero-bubble-eager,micro8,async-tp,recompute"
     two = (("a", 1, 6, 1), ("b", 1, 2, 1))
     saved(tmp_path / "both.json", dp=2, pp=2, shares=two)
     with pytest.raises(PlanError, match="cannot be run by parallelize") as e:

@@ -171,12 +171,11 @@ def runnable(spec: Spec, path: str) -> Spec:
         kinds = f"pp {spec.pp}, {len(spec.shares)} kinds of copies"
         needed = "equal shares, or one stage and shares that torch.chunk's rule deals out"
         raise PlanError(f"{path} cannot be run by parallelize", needed=needed, found=kinds, try_=FREE)
-    for asked, words, pin in (
-        (spec.async_tp, "collectives of tp overlapped with the matmuls they belong to", "overlap_tp=false"),
-        (spec.gather_once, "parameters gathered once a step, not for every micro-batch", "keep_gathered=false"),
-    ):
-        if asked:
-            raise PlanError(f"{path} cannot be run by parallelize", needed="what parallelize does", found=words, try_=f"weft plan ... --pin {pin}")
+    if spec.gather_once:
+        raise PlanError(
+            f"{path} cannot be run by parallelize", needed="what parallelize does",
+            found="parameters gathered once a step, not for every micro-batch", try_="weft plan ... --pin keep_gathered=false",
+        )  # fmt: skip
     if spec.recompute == MIXED and not spec.stages:
         raise PlanError(f"{path} does not say what it recomputes", needed="its stages, block by block", found=MIXED, try_="plan again")
     if spec.open:

@@ -6,8 +6,9 @@ stages and the batch into eight micro-batches; `micro8` without `pp` accumulates
 `recompute:activation` and the like recompute a part of it (`plan.layers`); `offload` keeps what the backward pass reads of repeated blocks in
 the host's memory, with `recompute` the inputs of blocks alone. `ep2,async-ep` sends tokens to experts in chunks, overlapped with the experts' matmuls;
 `ragged-ep` sends them to the ranks they picked alone. `cp2,ring` gathers keys in chunks, overlapped with the attention that reads them;
-`cp2,a2a` is Ulysses' all-to-all. `zero3:embed.*` is ZeRO of some parameters, `pin:mlp.*.w1=tp:S(1)` the layout of some, `split:layers.4` a module
-that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is made of, and `?` leaves open whatever no word says.
+`cp2,a2a` is Ulysses' all-to-all; `tp2,async-tp` has matmuls and their collectives in chunks. `zero3:embed.*` is ZeRO of some parameters,
+`pin:mlp.*.w1=tp:S(1)` the layout of some, `split:layers.4` a module that begins a stage, `stage:first+layer*3+layer/full*5` what a stage is
+made of, and `?` leaves open whatever no word says.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Tensor parallelism in chunks: while one chunk of a matmul's result is summed over the ranks, or of its operand gathered, another is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.core.errors import InvalidTransform
+from weft.core.node import Node
+from weft.core.program import Program
+from weft.ops.comm import all_gather, all_reduce, reduce_scatter
+from weft.ops.registry import Kind
+from weft.schedule import overlap
+
+CHUNKS = 4  # at most: of fewer rows, as many as there are
+
+
+def async_tp(p: Program, axis: str) -> Program:
+    """The placed program with a group for every matmul and the collective along the axis that it makes the operand of, or whose result it reads."""
+    for stages in list(_pairs(p, axis)):
+        grouped = {n for g in p.groups for n in g.nodes}
+        if grouped.isdisjoint(stages):
+            p = _in_chunks(p, stages)
+    return p
+
+
+def _pairs(p: Program, axis: str) -> Iterator[tuple[Node, ...]]:
+    readers: dict[Node, list[Node]] = {}
+    for n in p.nodes:
+        for a in dict.fromkeys(n.args):
+            readers.setdefault(a, []).append(n)
+    kept = {n for _, n in p.outputs}
+    for n in p.nodes:
+        if n.attr("axis") != axis:
+            continue
+        if n.op in (all_reduce, reduce_scatter) and n.args[0].op.kind is Kind.CONTRACT and readers[n.args[0]] == [n] and n.args[0] not in kept:
+            yield n.args[0], n
+        elif n.op is all_gather:
+            products = [r for r in readers.get(n, ()) if r.op.kind is Kind.CONTRACT]
+            if products:
+                yield n, products[0]
+
+
+def _in_chunks(p: Program, stages: tuple[Node, ...]) -> Program:
+    """Along the first dim that all of them treat chunk by chunk; as it was where there is none."""
+    for dim, size in enumerate(stages[0].shape):
+        try:
+            return overlap(p, *stages, dim=dim, chunks=min(CHUNKS, size))
+        except InvalidTransform:
+            continue
+    return p
