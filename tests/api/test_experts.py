@@ -80,7 +80,7 @@ PLANS = {
     "mixtral": (4, ["ep2,pp2,micro2,async-ep", "ep4,ragged-ep", "ep2,pp2,micro2,ragged-ep"]),
     "qwen3": (2, ["ep2", "ep2,async-ep", "ep2,ragged-ep"]),
     "deepseek": (4, ["ep2,tp2", "dp2,ep2,ragged-ep", "ep2,tp2,ragged-ep"]),
-    "gpt-oss": (2, ["ep2,async-ep"]),
+    "gpt-oss": (2, ["ep2,async-ep", "ep2,ragged-ep"]),
 }
 
 

@@ -18,7 +18,7 @@ from weft.ops.comm import all_gather
 from weft.ops.conv import conv2d_input_grad, conv2d_weight_grad
 from weft.ops.experts import _back as experts_back
 from weft.ops.experts import _through as experts_through
-from weft.ops.experts import experts, left_out, sent
+from weft.ops.experts import Sending, experts, left_out, sent
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind
 from weft.ops.shape import concat_op, narrow_op, pad_op, reshape_op
@@ -75,26 +75,21 @@ def _sent(p: Program, coords: Mapping[str, int], device: str) -> Iterator[Peepho
         k, made = len(way.gathers), way.made
         inputs = (*(g.args[0] for g in way.gathers), *n.args[k:])
         outputs = (made[-1], n) if len(n.types) > 1 else made[-1:]
-        text = _sent_text(n, inputs, made[-1], n.attr("sent"), coords, device)
+        text = _sent_text(n, inputs, way, coords, device)
         yield Peephole((n, *made), inputs, outputs, text, names={f"{n.op.name}_on": _EXPERTS[n.op.name]})
     for gather in (n for n in left_out(p) if n.op is all_gather):
         yield Peephole((gather,), (), (), lambda v: "pass")
 
 
-def _sent_text(n: Node, inputs: Sequence[Node], made: Node, axis: str, coords: Mapping[str, int], device: str) -> Text:
+def _sent_text(n: Node, inputs: Sequence[Node], way: Sending, coords: Mapping[str, int], device: str) -> Text:
     up = n.args[3 if n.op is experts else 4]
     experts_here = up.layout.positions(0, coords)
     on_gpu = library_call(n, [], device, False, coords) is not None
     run = f"quick.{n.op.name}" if on_gpu else f"{n.op.name}_on"
     how = f"first={int(experts_here[0])}" if on_gpu else f"held=torch.arange({int(experts_here[0])}, {int(experts_here[0]) + len(experts_here)})"
-    shape = made.types[0].layout.local_shape(coords)
-    name = f"sent.{n.op.name}"
-
-    def text(v: Callable[[Node], str]) -> str:
-        call = f"{name}({', '.join(map(v, inputs))}, group=on.{axis}, through=lambda *xs: {run}(*xs, act={n.attr('act')!r}, {how}))"
-        return call if len(n.types) > 1 else f"{call}.reshape({shape})"
-
-    return text
+    columns = "" if way.columns is None else f"columns=slice({way.columns[0]}, {way.columns[1]}), "
+    more = f"group=on.{n.attr('sent')}, shape={way.made[-1].layout.local_shape(coords)}, {columns}"
+    return lambda v: f"sent.{n.op.name}({', '.join(map(v, inputs))}, {more}through=lambda *xs: {run}(*xs, act={n.attr('act')!r}, {how}))"
 
 
 _EXPERTS = {

@@ -21,7 +21,7 @@ from weft.core.program import Program
 from weft.ops import pointwise as w
 from weft.ops.comm import all_gather, all_reduce_partials, reduce_scatter
 from weft.ops.registry import Equation, Kind, Local, Types, define
-from weft.ops.shape import item, reshape_op
+from weft.ops.shape import item, narrow_op, reshape_op
 
 TOKENS, PICKS, UP, DOWN = ("t", "d"), ("t", "k"), ("e", "f", "d"), ("e", "d", "f")
 WHOLE = frozenset("dk")
@@ -145,10 +145,15 @@ def picks_of(n: Node) -> int:
 
 @dataclass(frozen=True)
 class Sending:
-    """An op of experts that may send its tokens along an axis: the gathers of their rows, and what leads from its result to each rank's slice of the sum."""
+    """An op of experts that may send its tokens along an axis: the gathers of their rows, what leads from its result to each rank's slice of the sum, and
+    the columns of the result that this takes."""
 
     gathers: tuple[Node, ...]
     made: tuple[Node, ...]
+
+    @property
+    def columns(self) -> tuple[int, int] | None:
+        return next(((n.attr("start"), n.attr("stop")) for n in self.made if n.op is narrow_op), None)
 
 
 def sending(p: Program, n: Node, axis: str) -> Sending | None:
@@ -162,14 +167,18 @@ def sending(p: Program, n: Node, axis: str) -> Sending | None:
 
 
 def _to_slices(p: Program, n: Node, axis: str) -> tuple[Node, ...] | None:
-    """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; nothing but reshapes between."""
+    """What leads from the result of experts, or the first of several, to its sum over the ranks, each a slice; between them reshapes, and columns
+    picked once, as where a bias is the weight of one more."""
     found: list[Node] = []
     users = [u for u in p.users[n] if u.op.is_item and u.attr("index") == 0] if len(n.types) > 1 else list(p.users[n])
     while len(users) == 1:
         found.append(users[0])
         if users[0].op is reduce_scatter and users[0].attr("axis") == axis and users[0].attr("dim") == 0:
             return tuple(found)
-        if users[0].op not in (reshape_op, item) or p.outputs_of(users[0]):
+        rows = users[0].args[0].types[0].shape
+        picks = users[0].op is narrow_op and users[0].attr("dim") == len(rows) - 1 and users[0].attr("step") == 1 and rows[-1] == n.types[0].shape[-1]
+        once = picks and all(m.op is not narrow_op for m in found[:-1])
+        if not (once or users[0].op in (reshape_op, item)) or p.outputs_of(users[0]):
             return None
         users = list(p.users[users[0]])
     return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.runtime.comm import far
 
 Through = Callable[..., Any]  # a rank's experts on some tokens
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class _Routing:
     def there(self, x: Tensor) -> Tensor:
         return self._swapped(x[self.out], self.sends, self.gets)
 
-    def back(self, y: Tensor, tokens: int) -> Tensor:
-        """What the other ranks made of this rank's tokens, summed."""
-        return y.new_zeros(tokens, *y.shape[1:]).index_add(0, self.out, self._swapped(y, self.gets, self.sends))
+    def back(self, y: Tensor, tokens: int, columns: slice, shape: tuple[int, ...]) -> Tensor:
+        """What the other ranks made of this rank's tokens, of these columns alone, summed."""
+        y = y[:, columns]
+        return y.new_zeros(tokens, *y.shape[1:]).index_add(0, self.out, self._swapped(y, self.gets, self.sends)).reshape(shape)
 
     def _swapped(self, rows: Tensor, sends: list[int], gets: list[int]) -> Tensor:
         got = rows.new_empty(sum(gets), *rows.shape[1:])
@@ -52,14 +54,19 @@ def _routing(picks: Tensor, each: int, group: Any) -> _Routing:
     return _Routing(group, own.t().nonzero()[:, 1], here.nonzero().squeeze(1), sends, gets)
 
 
-def experts(x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Tensor:
+def experts(
+    x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through, shape: tuple[int, ...], columns: slice = ALL
+) -> Tensor:
     """This rank's tokens x [t, d] through the experts of all ranks; picks and weights are of all tokens, up and `more` of the experts held."""
     routing = _routing(picks, up.shape[0], group)
-    return routing.back(through(routing.there(x), picks[routing.into], weights[routing.into], up, *more), x.shape[0])
+    y = through(routing.there(x), picks[routing.into], weights[routing.into], up, *more)
+    return routing.back(y, x.shape[0], columns, shape)
 
 
-def experts_backward(ct: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through) -> Any:
+def experts_backward(
+    ct: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, *more: Tensor, group: Any, through: Through, shape: tuple[int, ...], columns: slice = ALL
+) -> Any:
     """The gradient of this rank's tokens; and, in their places of the tuple, that of the weights of all tokens by the experts held, and of these."""
     routing = _routing(picks, up.shape[0], group)
     dx, dw, *rest = through(routing.there(ct), routing.there(x), picks[routing.into], weights[routing.into], up, *more)
-    return routing.back(dx, x.shape[0]), (None, torch.zeros_like(weights).index_copy(0, routing.into, dw), *rest)
+    return routing.back(dx, x.shape[0], columns, shape), (None, torch.zeros_like(weights).index_copy(0, routing.into, dw), *rest)
