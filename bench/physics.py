@@ -1,6 +1,7 @@
 """`weft bench physics`: random settings of a step, each simulated as it is and with something made better: it must never get slower.
 
-More bandwidth, more flops or overlap switched on must not slow a step, and no step is shorter than its flops at the peak.
+More bandwidth, more flops or overlap switched on must not slow a step, picks of experts that fall unevenly must neither speed it up nor save memory, and
+no step is shorter than its flops at the peak.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ def draw(count: int, rng: random.Random) -> Iterator[tuple[Shape, Setting, Clust
             continue
         dp, heads = place.devices // (tp * pp * cp), rng.choice((16, 32))
         shape = Shape(rng.choice((8, 16, 24)), heads * 64, heads, rng.choice((32000, 50257)), rng.choice((512, 1024, 2047, 4096)), gated=rng.random() < 0.5)
-        zero, micro = rng.randrange(4), rng.choice((1, 2, 4))
+        zero, micro, ep = rng.randrange(4), rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 4, 8))
+        shape = dataclasses.replace(shape, experts=8 * (ep > 1), chosen=2 if ep > 1 else shape.chosen)
         try:
             setting = Setting.counted(
-                dp * micro * rng.choice((1, 2, 4, 8)) * pp, micro, dp, tp, pp, cp, zero=zero, keep_gathered=zero == 3 and rng.random() < 0.3,
+                dp * micro * rng.choice((1, 2, 4, 8)) * pp, micro, dp, tp, pp, cp, ep, zero=zero, ragged_ep=ep > 1 and rng.random() < 0.5,
+                keep_gathered=zero == 3 and rng.random() < 0.3,
                 recompute=rng.choice(("none", "selective", "full")), sequence_parallel=tp > 1 and rng.random() < 0.5,
                 dtype="fp16" if "V100" in place.text else "bf16", schedule=rng.choice(("1f1b", "gpipe")) if pp > 1 else "1f1b",
                 **{name: rng.random() < 0.5 for name in OVERLAPS},
@@ -79,6 +82,9 @@ def check(shape: Shape, setting: Setting, place: Cluster) -> Iterator[dict[str, 
         faster = _step(shape, setting, better(place)).seconds
         if faster > step.seconds * (1 + SLACK):
             yield _told(setting, place, name, step.seconds, faster)
+    uneven = _step(shape, dataclasses.replace(setting, imbalance=1.3), place)
+    if uneven.seconds < step.seconds * (1 - SLACK) or uneven.peak_memory.total < step.peak_memory.total * (1 - SLACK):
+        yield _told(setting, place, "picks that fall unevenly", step.seconds, uneven.seconds)
     if step.seconds < step.model_flops / step.peak_flops:
         yield _told(setting, place, "faster than its flops", step.model_flops / step.peak_flops, step.seconds)
 

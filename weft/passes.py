@@ -22,7 +22,7 @@ from weft.frontend.capture.micro import Micro
 from weft.plan.named import input_layouts
 from weft.plan.pins import Pin, resolve
 from weft.plan.place import Placements, PlacingOptions, place
-from weft.plan.sent_alone import sent_alone
+from weft.plan.sent_alone import imbalanced, sent_alone
 from weft.plan.spec import Spec
 from weft.plan.split import Stage, chosen_ends, numbered, split
 from weft.rewrite.updates import by_definition, by_rows
@@ -82,6 +82,7 @@ class Draft:
     samples: Mapping[str, int] = field(default_factory=dict)  # the dim of a batch's tensor that counts samples, where it is not the first
     noise: bool = False
     guard: bool = False
+    imbalance: float = 1.0  # of experts, for prices: picks of the busiest rank over those of an average one
     low: str = ""  # "fp8": matmuls in 8-bit floats; "fp8-block": with a scale for every block of 128
     any_plan: bool = False  # sums in one order under all plans
     device: torch.device = HOST
@@ -210,6 +211,11 @@ def _noise(d: Draft) -> Draft:
 
 
 def _experts(d: Draft) -> Draft:
+    return _with_phases(_reached(d), lambda p: imbalanced(p, d.imbalance)) if d.imbalance > 1 else _reached(d)
+
+
+def _reached(d: Draft) -> Draft:
+    """Tokens brought to experts in chunks, or each to the ranks of the experts it picked."""
     word = "async-ep" if d.spec.async_ep else "ragged-ep" if d.spec.ragged_ep else ""
     if not word:
         return d

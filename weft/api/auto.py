@@ -123,6 +123,7 @@ class PlanRequest:
     memory: float = 0.0
     rows: int = 0  # samples of the batch, where they are not what the first dims of all its tensors count, and the dims that do
     samples: Mapping[str, int] = field(default_factory=dict)
+    imbalance: float = 1.0  # of experts
 
 
 def prepare(captured: Captured, named: Spec, request: PlanRequest = PlanRequest(), device: torch.device = HOST) -> Program:
@@ -131,7 +132,8 @@ def prepare(captured: Captured, named: Spec, request: PlanRequest = PlanRequest(
 
 
 def _placed(captured: Captured, named: Spec, request: PlanRequest) -> Draft:
-    return passes.run(Draft(captured, named, pins=request.pins, samples=request.samples, noise=request.noise), after="stages", until="place")
+    draft = Draft(captured, named, pins=request.pins, samples=request.samples, noise=request.noise, imbalance=request.imbalance)
+    return passes.run(draft, after="stages", until="place")
 
 
 def scheduled(captured: Captured, program: Program, named: Spec) -> Program:
@@ -331,7 +333,7 @@ class Pool:
         assert self.lines is not None
         name = str(named)
         try:
-            seen = self.lines.predicted(named, self.where, self.request.pins)
+            seen = self.lines.predicted(named, self.where, self.request.pins, self.request.imbalance)
         except (PlanError, LayoutError) as e:
             self._refuse(name, e)
         else:

@@ -17,6 +17,7 @@ from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
 from weft.passes import place_stages, split_stages
 from weft.plan.pins import Pin, resolve
+from weft.plan.sent_alone import imbalanced
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.pipeline import PlacedPipeline
@@ -29,10 +30,11 @@ from weft.plan.schedules import SCHEDULES
 MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
-def staged(line: PlacedPipeline, plan: Spec, where: Cluster) -> StagedStep:
-    """Stages run in the order of a plan, as they are predicted."""
+def staged(line: PlacedPipeline, plan: Spec, where: Cluster, imbalance: float = 1.0) -> StagedStep:
+    """Stages run in the order of a plan, as they are predicted; `imbalance` is that of experts."""
+    stages = tuple(replace(s, phases=tuple(imbalanced(p, imbalance) for p in s.phases)) for s in line.stages) if imbalance > 1 else line.stages
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
-    return StagedStep(line.stages, line.update, order, routes(line.stages), where)
+    return StagedStep(stages, line.update, order, routes(stages), where)
 
 
 @dataclass
@@ -57,10 +59,10 @@ class PipelinePlans:
             raise found
         return found
 
-    def predicted(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> Seen:
-        return self.built(plan, where, pins)[1]
+    def predicted(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = (), imbalance: float = 1.0) -> Seen:
+        return self.built(plan, where, pins, imbalance)[1]
 
-    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = ()) -> tuple[PlacedPipeline, Seen]:
+    def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = (), imbalance: float = 1.0) -> tuple[PlacedPipeline, Seen]:
         """The stages of a plan, and what is predicted of them."""
         micro = self.step(plan.micro_batches)
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
@@ -69,7 +71,7 @@ class PipelinePlans:
         if found.told:
             raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.told))
         made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
-        return made, staged(made, plan, where).seen
+        return made, staged(made, plan, where, imbalance).seen
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""

@@ -52,10 +52,10 @@ DECISIONS: dict[str, Callable[[Spec], object]] = {
 
 def plan_program(
     model: str, cluster: Cluster, batch: int, dtype: str, limits: Limits, objective: str = "time", say: Say = lambda _: None, seq: int = 0,
-    more: Callable[[], Iterable[Spec]] = tuple,
+    more: Callable[[], Iterable[Spec]] = tuple, imbalance: float = 1.0,
 ) -> Plan | Infeasible:  # fmt: skip
     """The best plan of the pool, or why there is none. `seq` are tokens of a sample of a model by name, `more` plans where not all fit."""
-    asked = Candidates(model, cluster, batch, dtype, limits, seq)
+    asked = Candidates(model, cluster, batch, dtype, limits, seq, imbalance)
     asked.pool.thorough = objective == "memory"  # what is left out of a large pool is what is slower
     say(f"{len(asked.pool.captured.program.nodes)} nodes")
     try:
@@ -70,9 +70,9 @@ def plan_program(
     return best
 
 
-def as_built(spec: Spec, placed: Program) -> Program:
-    """What `parallelize` makes of a plan's placed program."""
-    return cast(Program, passes.run(Draft(None, spec, program=placed), after="place").program)
+def as_built(spec: Spec, placed: Program, imbalance: float = 1.0) -> Program:
+    """What `parallelize` makes of a plan's placed program; `imbalance` is that of experts."""
+    return cast(Program, passes.run(Draft(None, spec, program=placed, imbalance=imbalance), after="place").program)
 
 
 def example_size(model: str) -> int:
@@ -90,11 +90,12 @@ class Candidates:
     dtype: str
     limits: Limits
     seq: int = 0
+    imbalance: float = 1.0
 
     @staticmethod
     def of(plan: Plan) -> Candidates:
         s = plan.setting
-        return Candidates(plan.model, read_cluster(plan.cluster), s.global_batch, s.dtype, Limits.of(plan.limits), plan.seq)
+        return Candidates(plan.model, read_cluster(plan.cluster), s.global_batch, s.dtype, Limits.of(plan.limits), plan.seq, s.imbalance)
 
     @cached_property
     def pool(self) -> Pool:
@@ -104,7 +105,8 @@ class Candidates:
         captured = capture(work.model, example, work.loss, optimizer, precision=half)
         lines = PipelinePlans(micro_steps(work.model, example, work.loss, optimizer, precision=half), self.batch, int(self.limits.pins.get("micro_batches", 0)))
         rows, dims = batch_dims_of(example)
-        request = PlanRequest(memory=room(self.limits.room(self.cluster)), rows=rows, samples={name: dim for name, dim in dims.items() if dim})
+        samples = {name: dim for name, dim in dims.items() if dim}
+        request = PlanRequest(memory=room(self.limits.room(self.cluster)), rows=rows, samples=samples, imbalance=self.imbalance)
         n, large = self.cluster.devices, len(captured.program.nodes) > LARGE
         meshes = (Spec(dp=n // t, tp=t) for t in ([1] if large else divisors(self.cluster.node_size)) if n % t == 0)
         return Pool(captured, with_doubles(self.cluster), request, lines, self.allows, tuple(filter(self.allows, meshes)), self.fixed)
@@ -137,7 +139,7 @@ class Candidates:
         return any(p.ndim == 3 for p in load(self.model, device="meta").model.parameters())
 
     def setting(self, spec: Spec) -> Setting:
-        return Setting.of(spec, global_batch=self.batch, dtype=self.dtype, overlap_sends=True)
+        return Setting.of(spec, global_batch=self.batch, dtype=self.dtype, overlap_sends=True, imbalance=self.imbalance)
 
     def best(self, objective: str = "time") -> Option:
         fit = self.pool.fitting
@@ -166,7 +168,7 @@ class Candidates:
             self.model, self.cluster.text, self.seq, objective, origin, with_groups(setting, layouts), self.limits.data(), {}, others,
             {name: why for name, why in systems.items() if isinstance(why, str)}, layouts,
         )  # fmt: skip
-        seen = predict(as_built(made.spec, placed), self.pool.where) if placed is not None else self.seen(best.plan)
+        seen = predict(as_built(made.spec, placed, self.imbalance), self.pool.where) if placed is not None else self.seen(best.plan)
         seconds, work = seen.step_ms / 1e3, sum(map(flops, self.pool.captured.program.nodes))
         predicted = {
             "step_ms": rounded_ms(seconds), "tokens_per_s": float(f"{self.batch * max(1, self.seq) / seconds:.6g}"),
@@ -206,7 +208,7 @@ class Candidates:
         if program is not None:
             return predict(program, where)
         assert self.pool.lines is not None
-        return self.pool.lines.predicted(spec, where)
+        return self.pool.lines.predicted(spec, where, imbalance=self.imbalance)
 
 
 def explain_program(plan: Plan, say: Say = lambda _: None) -> Iterator[Reason]:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())  # lines are broken on a terminal only
+IMBALANCE = "Picks of the busiest rank of ep over those of an average one, in a model with experts."
 CLUSTER: Any = typer.Option(
     ..., "--cluster", help="NODESxDEVICESxKIND (hosts, devices per host, device), groups joined by `+`, or a YAML file."
 )

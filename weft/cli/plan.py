@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import CLUSTER, console, count, emit, results, writable
+from weft.cli.output import CLUSTER, IMBALANCE, console, count, emit, results, writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,11 +40,12 @@ def plan(
         "", "--dtensor", help="JSON file {module: colwise or rowwise}, as for torch's parallelize_module, that fixes layouts."
     ),
     what_if: list[str] = typer.Option(
-        [], "--what-if", help="Also plan with cluster=SPEC, batch=N, seq=N or memory=70GB changed. Repeatable."
+        [], "--what-if", help="Also plan with cluster=SPEC, batch=N, seq=N, memory=70GB or imbalance=1.5 changed. Repeatable."
     ),
     fastest: bool = typer.Option(
         False, "--fastest", help="Take the fastest prediction even if a simpler plan is equal within the prediction error."
     ),
+    imbalance: float = typer.Option(1.0, "--imbalance", help=IMBALANCE),
     out: str = typer.Option("", "-o", "--out", "--save", help="Save the plan to this file."),
     export: str = typer.Option(
         "", "--export", help="Print the plan as the configuration of torchtitan, megatron, fsdp2, accelerate, huggingface or deepspeed."
@@ -64,7 +66,7 @@ def plan(
 
         known_form(export)
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, parse_pins([p for p in pin if not is_layout(p)]))
-    request = Request(model, cluster, batch, seq, objective, limits, fastest)
+    request = Request(model, cluster, batch, seq, objective, limits, fastest, imbalance=imbalance)
     changes = [changed(request, text) for text in what_if]  # refuse bad ones before the work
     ask = Ask([p for p in pin if is_layout(p)], read_dtensor(dtensor) if dtensor else None, noise)
     with console.status("planning") as status:
@@ -130,7 +132,9 @@ def changed(request: Request, text: str) -> Request:
         return replace(request, batch=int(value)) if key == "batch" else replace(request, seq=int(value))
     if key == "memory" and value:
         return replace(request, limits=replace(request.limits, memory=bytes_of(value)))
-    raise PlanError(f"cannot read --what-if {text!r}", needed="cluster=SPEC, batch=N, seq=N or memory=70GB", found=text)
+    if key == "imbalance" and (found := re.fullmatch(r"\d+(\.\d+)?", value)):
+        return replace(request, imbalance=float(found[0]))
+    raise PlanError(f"cannot read --what-if {text!r}", needed="cluster=SPEC, batch=N, seq=N, memory=70GB or imbalance=1.5", found=text)
 
 
 def result(request: Request, made: Plan | Infeasible, seconds: float) -> dict[str, Any]:

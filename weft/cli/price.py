@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import CLUSTER, emit, many, read_text, results
+from weft.cli.output import CLUSTER, IMBALANCE, emit, many, read_text, results
 
 if TYPE_CHECKING:
     from weft.plan.price_configuration import PricedConfiguration
@@ -25,6 +25,7 @@ def price(
     model: str = typer.Option("", "--model", help="A known name or a Hugging Face config.json, where the configuration does not say it."),
     seq: int = typer.Option(0, "--seq", help="Sequence length, where the configuration has none.", show_default=False),
     batch: int = typer.Option(0, "--batch", help="Global batch in samples, where the configuration has none.", show_default=False),
+    imbalance: float = typer.Option(1.0, "--imbalance", help=IMBALANCE),
     better: bool = typer.Option(True, help="Also search for a better configuration."),
     json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
@@ -34,7 +35,7 @@ def price(
     began = time.perf_counter()
     options = config.startswith("-") or bool(ctx.args)  # Megatron's, instead of a file
     text = " ".join([config, *ctx.args]) if options else read_text(config, "the configuration of a training system, as text")
-    found = price_configuration(text, cluster, model, seq, batch, better)
+    found = price_configuration(text, cluster, model, seq, batch, better, imbalance)
     _show(found)
     if json:
         emit({**_result(found), "seconds": time.perf_counter() - began})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.output import CLUSTER, console, count, emit, many, results, writable
+from weft.cli.output import CLUSTER, IMBALANCE, console, count, emit, many, results, writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +51,7 @@ def simulate(
     dtype: str = typer.Option("", "--dtype", help="fp32, tf32, fp16, bf16, fp8 or fp4.", show_default="the device's faster 16-bit type"),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="Shard activations between TP regions along the sequence."),
     overlap: bool = typer.Option(True, help="Overlap communication of gradients and parameters with compute."),
+    imbalance: float = typer.Option(1.0, "--imbalance", help=IMBALANCE),
     overlap_tp: bool = typer.Option(False, "--overlap-tp", help="Overlap tensor-parallel collectives with their matmuls (async TP)."),
     keep_gathered: bool = typer.Option(
         False, "--keep-gathered", help="With ZeRO-3, gather parameters once per step instead of for every use."
@@ -80,6 +81,7 @@ def simulate(
         schedule=schedule or (CHUNKED if virtual > 1 else PLAIN), kernels=kernels, dtype=dtype or best_dtype(place),
         sequence_parallel=sequence_parallel, overlap_grads=overlap, overlap_params=overlap, overlap_tp=overlap_tp, keep_gathered=keep_gathered,
     )  # fmt: skip
+    setting = replace(setting, imbalance=imbalance)
     setting.check()
     stack = captured_stack(model, setting.dtype, seq)[0]
     step = run(stack.work(setting), setting, place)

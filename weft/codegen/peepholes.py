@@ -4,7 +4,7 @@ convolution, the updates of many parameters. Each form is one step of a rank, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from weft.codegen.library_calls import QUICK, documents, library_call
@@ -16,9 +16,9 @@ from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.comm import all_gather
 from weft.ops.conv import conv2d_input_grad, conv2d_weight_grad
+from weft.ops.experts import Sending, experts, left_out, sent
 from weft.ops.experts import _back as experts_back
 from weft.ops.experts import _through as experts_through
-from weft.ops.experts import Sending, experts, left_out, sent
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind
 from weft.ops.shape import concat_op, narrow_op, pad_op, reshape_op

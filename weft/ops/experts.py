@@ -59,8 +59,9 @@ def _through(stored: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tens
     return out
 
 
-def _run(*xs: Tensor, act: str, sent: str = "") -> Tensor:
-    """`sent` names the axis along which tokens go to the ranks they picked alone, where they would be gathered: a way to run it, no other value."""
+def _run(*xs: Tensor, act: str, sent: str = "", imbalance: float = 1.0) -> Tensor:
+    """`sent` names the axis along which tokens go to the ranks they picked alone, where they would be gathered: a way to run it, no other value.
+    `imbalance` is assumed of the picks, for prices: those of the busiest rank over those of an average one."""
     return _through(torch.arange(xs[3].shape[0]), *xs, act=act)
 
 
@@ -78,7 +79,7 @@ def _back_equation(types: Types, attrs: Attrs) -> Equation:
     return Equation(ins, (ins[1], *ins[3:]), whole=WHOLE)
 
 
-def _back_run(ct: Tensor, *xs: Tensor, act: str, sent: str = "") -> tuple[Tensor, ...]:
+def _back_run(ct: Tensor, *xs: Tensor, act: str, sent: str = "", imbalance: float = 1.0) -> tuple[Tensor, ...]:
     return _back(torch.arange(xs[3].shape[0]), ct, *xs, act=act)
 
 
@@ -90,10 +91,13 @@ def _work(n: Node, up: int, factor: float) -> float:
 
 
 def _matmuls_of(n: Node, up: int) -> list[tuple[int, int, int, int]]:
-    """Of picks that fall evenly: up (and gate), then down; of the backward pass the first again, and two for each."""
+    """Of the busiest rank: up (and gate), then down; of the backward pass the first again, and two for each. No rank gets more picks than each
+    token has experts here."""
     t, k = n.args[up - 2].type.layout.largest_local
     e, f, d = n.args[up].type.layout.largest_local
-    rows, wide = max(1, t * k // n.args[up].shape[0]), f * (len(n.args) - up - 1)
+    count = n.args[up].shape[0]
+    busiest = min(n.attr("imbalance") or 1.0, count / e * min(k, e) / k)
+    rows, wide = max(1, int(t * k * busiest / count)), f * (len(n.args) - up - 1)
     ahead = [(rows, wide, d, e), (rows, d, f, e)]
     return ahead if up == 3 else [ahead[0], (rows, f, d, e), (f, d, rows, e), (rows, d, wide, e), (wide, d, rows, e)]
 
@@ -103,7 +107,7 @@ experts_backward = define(
     kind=Kind.WHOLE,
     equation=_back_equation,
     run=_back_run,
-    local=lambda ctx, ct, *xs, act, sent="": _back(ctx.positions(4, 0), ct, *xs, act=act),
+    local=lambda ctx, ct, *xs, act, sent="", imbalance=1.0: _back(ctx.positions(4, 0), ct, *xs, act=act),
     dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
     linear=(frozenset({0}),),
     flops=lambda n: _work(n, 4, 6.0),
@@ -116,7 +120,7 @@ def _vjp(n: Node, ct: Node) -> Any:
     return dx, None, *rest
 
 
-def _local(ctx: Local, *xs: Tensor, act: str, sent: str = "") -> Tensor:
+def _local(ctx: Local, *xs: Tensor, act: str, sent: str = "", imbalance: float = 1.0) -> Tensor:
     return _through(ctx.positions(3, 0), *xs, act=act)
 
 

@@ -42,6 +42,7 @@ def plan(
     pins: Sequence[str] = (),
     own: Mapping[str, Any] | None = None,
     fastest: bool = False,
+    imbalance: float = 1.0,
     runnable: bool | None = None,
     progress: Say = lambda _: None,
 ) -> Plan:
@@ -62,6 +63,7 @@ def plan(
         pins: Layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)".
         own: A plan for torch's `parallelize_module` to compare with.
         fastest: Take the fastest prediction even if a simpler plan is equal within the prediction error.
+        imbalance: Picks of the busiest rank of ep over those of an average one, in a model with experts.
         runnable: Whether to consider only what `parallelize` can run. Default: where `cluster` is this machine.
         progress: Called with a line of text while planning goes on.
 
@@ -76,7 +78,7 @@ def plan(
     spec = fixed if isinstance(fixed, Spec) else Spec.parse(f"{fixed},?")
     limits = Limits(max_tp, bytes_of(memory) if memory else 0.0, _fixed(spec))
     limits = limits.runnable() if (cluster is None if runnable is None else runnable) else limits
-    request = Request(name, place, samples, seq if isinstance(model, str) else 0, objective, limits, fastest)
+    request = Request(name, place, samples, seq if isinstance(model, str) else 0, objective, limits, fastest, imbalance=imbalance)
     made = Ask((*spec.pins, *pins), own, noise).plan(request, progress)
     if isinstance(made, Infeasible):
         raise PlanError(f"no plan of {name} fits on {place}", needed="a plan that fits", found=made.reason, try_=made.change or None)

@@ -121,7 +121,7 @@ class Stack:
         """What one device does for one micro-batch. Every size is a constant plus a multiple of the samples, so two numbers of samples tell
         all others."""
         self.require(s)
-        sharded = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, ragged_ep=s.ragged_ep, kernels=s.kernels)
+        sharded = Setting(tp=s.tp, cp=s.cp, ep=s.ep, sp=s.sp and s.tp > 1, ragged_ep=s.ragged_ep, kernels=s.kernels, imbalance=s.imbalance if s.ep > 1 else 1.0)
         work = self._sized(sharded, s.micro_batch * s.ep)
         if s.async_tp and s.tp > 1:
             work = _each(work, _overlapped)

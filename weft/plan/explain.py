@@ -110,7 +110,7 @@ def explain(plan: Plan, progress: Callable[[str], None] = lambda _: None, run_mo
 
 
 def _problem(plan: Plan) -> PlanProblem:
-    return Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype).problem()
+    return Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype, imbalance=plan.setting.imbalance).problem()
 
 
 def _reason(search: Search, asked: _Alternatives, decision: str, value: str, chosen: Found, found: Found) -> Reason:

@@ -93,7 +93,7 @@ def decisions(s: Setting, depth: int) -> dict[str, Any]:
 def _plain(s: Setting) -> Setting:
     """With what cannot matter left at its default."""
     base = Setting()
-    free = [(s.tp == 1, ("sp", "async_tp")), (s.ep == 1, ("ragged_ep",)), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
+    free = [(s.tp == 1, ("sp", "async_tp")), (s.ep == 1, ("ragged_ep", "imbalance")), (s.pp == 1, ("virtual", "schedule", "overlap_sends"))]
     free += [(s.size("data") == 1, ("zero", "overlap_grads", "gather_once")), (not s.sp or s.tp == 1 or s.micro_batch == 1, ("batch_first",))]
     free += [(s.zero != 3 or s.micro_batches == 1, ("gather_once",)), (s.zero == 0 or s.size("data") == 1, ("overlap_params",))]
     free += [(s.dtype in ("fp32", "tf32"), ("master", "grad_dtype"))]

@@ -43,7 +43,7 @@ def plan_goodput(request: Request, noise: float, say: Callable[[str], None] = la
         raise PlanError("goodput chooses the batch", needed="no --batch", found=f"--batch {request.batch}", try_="--objective time")
     if not is_stack(request.model, request.cluster):
         raise PlanError("goodput is planned of stacks of blocks", needed="such as llama3-8b", found=request.model, try_="--objective time")
-    timed = Request(request.model, request.cluster, 0, request.seq, "time", request.limits)
+    timed = Request(request.model, request.cluster, 0, request.seq, "time", request.limits, imbalance=request.imbalance)
     search = Search(timed.problem(), request.limits)
     unit = _odd(search.cluster.devices)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from weft.core.layout import R, S
 from weft.core.node import Node, toposort
@@ -19,7 +19,7 @@ from weft.ops.registry import Kind
 from weft.plan.layers import ATTENTION, FFN, WHOLE
 from weft.plan.named import input_layouts
 from weft.plan.place import Placements, placed_with
-from weft.plan.sent_alone import sent_alone
+from weft.plan.sent_alone import imbalanced, sent_alone
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAYER, WAYS, Short
 from weft.plan.spec import Spec
@@ -43,11 +43,12 @@ class PlacedShort:
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
         placed, made = placed_with(p, named.mesh, held, options, outputs=placements)
-        if not s.ragged_ep:
-            return placed, made
-        became: dict[Node, Node] = {}
-        placed = sent_alone(placed, "ep", became)
-        return placed, {old: became[new] for old, new in made.items()}
+        changes = [partial(sent_alone, axis="ep")] * s.ragged_ep + [partial(imbalanced, imbalance=s.imbalance)] * (s.imbalance > 1)
+        for change in changes:
+            became: dict[Node, Node] = {}
+            placed = change(placed, made=became)
+            made = {old: became[new] for old, new in made.items()}
+        return placed, made
 
     @property
     def program(self) -> Program:

@@ -34,7 +34,9 @@ TIMES = Mapped(number(0.0))
 SHARE = Record({"kind": text(), "copies": whole(1), "micro_batch": whole(1, LARGE), "micro_batches": whole(1, LARGE)})
 MOVE = Record({"rule": text(), "op": text(), "at": whole(), "way": whole(), "places": whole(), "forward": flag})
 LIMITS = Record({"max_tp": whole(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
-KINDS = {f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) if isinstance(f.default, int) else text() for f in fields(Setting)}
+_KIND_OF = {bool: flag, int: whole(0, LARGE), float: number(1.0, LARGE)}
+KINDS = {f.name: _KIND_OF.get(type(f.default), text()) for f in fields(Setting)}
+NEW = ("imbalance",)  # what files of earlier versions lack
 MADE_FOR = tuple(f.name for f in fields(Setting) if f not in fields(Spec))
 _COUNTED = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual", "zero")
 _BEFORE = {  # a setting of version 1, which counted experts' copies among those of data, and samples of a micro-batch
@@ -63,9 +65,9 @@ _FROM = {
     "weft_plan": whole(), "model": text(), "cluster": text(), "seq": whole(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
     "origin": text(), "limits": LIMITS, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000), "layouts": LAYOUTS,
 }  # fmt: skip
-SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}), "predicted": PREDICTED})
+SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}, NEW), "predicted": PREDICTED})
 OF_BEFORE = Record({
-    **_FROM, "setting": Record(_BEFORE), "foreseen": PREDICTED, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
+    **_FROM, "setting": Record(_BEFORE, NEW), "foreseen": PREDICTED, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
 })  # fmt: skip
 ZERO = ("everything replicated", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 

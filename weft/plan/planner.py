@@ -19,7 +19,7 @@ from weft.plan.blocks import FEW, Stack
 from weft.plan.partition import even_layers
 from weft.plan.plan import Plan, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness, rank
-from weft.plan.setting import Setting, require_count
+from weft.plan.setting import Setting, require_count, require_imbalance
 from weft.plan.space import Limits, PlanProblem, divisors
 from weft.plan.spec import MIXED, Spec
 from weft.plan.stages import shared, uneven
@@ -51,12 +51,14 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     fastest: bool = False  # whether the fastest is taken even where a simpler plan is as fast within what predictions are off
     dtype: str = ""  # the faster 16-bit kind where none is said
+    imbalance: float = 1.0  # picks of the busiest rank of ep over those of an average one
 
     def check(self) -> None:
         """Refuse by name what cannot be asked, before any work."""
         for name, value in (("--batch", self.batch), ("--seq", self.seq), ("--max-tp", self.limits.max_tp)):
             if value:
                 require_count(name, value)
+        require_imbalance(self.imbalance)
         if self.objective not in OBJECTIVES:
             known = " or ".join((*OBJECTIVES, "goodput"))
             raise PlanError(f"no objective {self.objective!r}", needed=known, found=self.objective)
@@ -73,7 +75,8 @@ class Request:
         place = read_cluster(self.cluster)
         dtype = self.dtype or best_dtype(place)
         stack, own = captured_stack(self.model, dtype, self.seq)
-        return PlanProblem(stack, place, self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices), dtype)
+        batch = self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices)
+        return PlanProblem(stack, place, batch, dtype, imbalance=self.imbalance)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def _program(request: Request, say: Say) -> Plan | Infeasible:
             yield from [made.spec] if isinstance(made, Plan) else []
 
         objective = "time" if request.objective == "cost" else request.objective
-        return programs.plan_program(request.model, part, batch, dtype, limits, objective, say, seq, by_blocks)  # type: ignore[no-any-return]
+        return programs.plan_program(request.model, part, batch, dtype, limits, objective, say, seq, by_blocks, request.imbalance)  # type: ignore[no-any-return]
 
     made = _cheapest(place, on, say) if request.objective == "cost" else on(place)
     return made if isinstance(made, Plan) else _nearest_program(made, request, place, full, on, say)

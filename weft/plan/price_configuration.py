@@ -44,7 +44,9 @@ class PricedConfiguration:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def price_configuration(text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True) -> PricedConfiguration:
+def price_configuration(
+    text: str, cluster: str, model: str = "", seq: int = 0, batch: int = 0, better: bool = True, imbalance: float = 1.0
+) -> PricedConfiguration:
     """Price a configuration, and search for a better one of the same batch."""
     place = read_cluster(cluster)
     first = read(text, "", place.devices, seq)
@@ -53,9 +55,11 @@ def price_configuration(text: str, cluster: str, model: str = "", seq: int = 0, 
     found = read(text, first.form, place.devices, shape.seq, shape.layers)
     if not model and "vocab" not in found.model:
         found = replace(found, assumed={**found.assumed, "vocab-size": f"{VOCAB} (the tokenizer's, which is not read)"})
-    setting = _batched(found.setting, batch, place)
+    setting = replace(_batched(found.setting, batch, place), imbalance=imbalance)
+    if setting.ep > 1:
+        found = replace(found, assumed={**found.assumed, "imbalance": f"{imbalance:g} (picks of the busiest rank of ep over those of an average one)"})
     priced = _priced(model, shape, setting)
-    search = Search(PlanProblem(priced, place, setting.global_batch, setting.dtype, setting.kernels))
+    search = Search(PlanProblem(priced, place, setting.global_batch, setting.dtype, setting.kernels, imbalance))
     setting.check()
     step = search.step(setting)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
@@ -102,7 +106,7 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
 def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster, setting: Setting) -> PricedConfiguration:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
-    found = Search(PlanProblem(shape, place, setting.global_batch, dtype)).best(EVERYTHING)
+    found = Search(PlanProblem(shape, place, setting.global_batch, dtype, imbalance=setting.imbalance)).best(EVERYTHING)
     if not isinstance(found, Found):
         return made
     gain = made.figures["step_ms"] / (found.seconds * 1e3)

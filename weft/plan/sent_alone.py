@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.core.node import Node, make, with_operands
 from weft.core.program import Program
-from weft.ops.experts import sending
+from weft.ops.experts import experts, experts_backward, sending
 from weft.plan.place import rebuilt
 
 
@@ -16,5 +16,14 @@ def sent_alone(p: Program, axis: str, made: dict[Node, Node] | None = None) -> P
         way = sending(p, n, axis)
         even = way is not None and all(a.layout.is_even for a in (way.gathers[0].args[0], n.args[-1]))
         return make(n.op, args, {**dict(n.attrs), "sent": axis}) if even else with_operands(n, args)
+
+    return rebuilt(p, node, made)
+
+
+def imbalanced(p: Program, imbalance: float, made: dict[Node, Node] | None = None) -> Program:
+    """The program with the same values, its experts priced as if the busiest rank had so many times the picks of an average one."""
+
+    def node(n: Node, args: tuple[Node, ...]) -> Node:
+        return make(n.op, args, {**dict(n.attrs), "imbalance": imbalance}) if n.op in (experts, experts_backward) else with_operands(n, args)
 
     return rebuilt(p, node, made)

@@ -41,6 +41,7 @@ class Setting(Spec):
     overlap_sends: bool = False
     batch_first: bool = False  # [batch, sequence, hidden] in memory: gathering along the sequence takes a copy
     master: bool = True  # parameters and optimizer kept in fp32 next to those computed with
+    imbalance: float = 1.0  # picks of the busiest rank of ep over those of an average one, in every layer
 
     @staticmethod
     def of(spec: Spec, **given: Any) -> Setting:
@@ -142,6 +143,7 @@ class Setting(Spec):
             raise PlanError("no cluster is that large", needed=needed, found=f"{self.devices:,} devices, {self.pp * self.chunks:,} chunks")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError("ZeRO has stages 0 to 3", needed="0, 1, 2 or 3", found=str(self.zero))
+        require_imbalance(self.imbalance)
         self._require_batch()
         if self.chunks > 1 and not self.pipeline.takes_chunks:
             raise PlanError(f"several chunks per stage need the {CHUNKED} schedule", needed=CHUNKED, found=self.schedule, try_=f"--schedule {CHUNKED}")
@@ -162,3 +164,12 @@ def require_count(name: str, value: int) -> None:
     most, words = MOST.get(name, DEVICES), name.replace("_", " ")
     if not 1 <= value <= most:
         raise PlanError(f"{words} is {value}", needed=f"{words} of 1 or more" if value < 1 else f"{words} of at most {most:,}", found=str(value))
+
+
+def require_imbalance(value: float) -> None:
+    """Refuse what no rank's share of the picks can be."""
+    if not 1 <= value <= DEVICES:
+        raise PlanError(
+            f"imbalance is {value:g}", needed=f"picks of the busiest rank over those of an average one: 1 (even) to {DEVICES:,}", found=f"{value:g}",
+            try_="--imbalance 1.2",
+        )  # fmt: skip

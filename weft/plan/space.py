@@ -170,6 +170,7 @@ class PlanProblem:
     batch: int
     dtype: str
     kernels: str = "compiled"
+    imbalance: float = 1.0
 
     @property
     def depth(self) -> int:
@@ -189,7 +190,7 @@ def candidates(problem: PlanProblem, space: Space, limits: Limits) -> Iterator[S
         for micro in _micro_batches(problem, degrees["dp"] * degrees["ep"]):
             base = Setting(
                 global_batch=problem.batch, micro=micro, **degrees,  # type: ignore[arg-type]
-                kernels=problem.kernels, dtype=problem.dtype,
+                kernels=problem.kernels, dtype=problem.dtype, imbalance=problem.imbalance,
                 overlap_grads=space.overlap_grads, overlap_params=space.overlap_params, overlap_sends=space.overlap_sends,
             )  # fmt: skip
             yield from (s for s in _choices(problem, space, base) if limits.allows(s, LATER))

@@ -131,7 +131,9 @@ def _stack(plan: Plan) -> Iterator[Row]:
     s = plan.setting
     yield from ((axis, str(getattr(s, axis)), means) for axis, means in DEGREES.items() if getattr(s, axis) > 1)
     if s.ragged_ep:
-        yield "tokens", "sent", "to the ranks of the experts they picked alone (ragged-ep), picks even; on GPUs parallelize runs such a step node by node"
+        yield "tokens", "sent", "to the ranks of the experts they picked alone (ragged-ep); on GPUs parallelize runs such a step node by node"
+    if s.ep > 1:
+        yield "imbalance", f"{s.imbalance:g}", "assumed: picks of the busiest rank of ep over those of an average one (--imbalance)"
     yield _in_pieces(s.micro_batch, s.micro_batches, s.global_batch)
     yield _sharded(s)
     if s.tp > 1:
@@ -220,7 +222,7 @@ def differences(a: Plan, b: Plan) -> Iterator[Row]:
     for name in ("model", "cluster", "seq", "objective", "origin"):
         yield from _difference(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _difference("rules", *(", ".join(p.layouts.get("rules", ())) or "none" for p in (a, b)))
-    for name in DECISIONS:
+    for name in (*DECISIONS, "imbalance"):
         yield from _difference(name, str(a.setting.named(name)), str(b.setting.named(name)))
     yield from _difference("layers", *(_layers(p)[0] if p.setting.pp > 1 and not p.layouts else "all on one stage" for p in (a, b)))
     mixed = (_mixed(p) if p.setting.recompute == "mixed" and not p.layouts else p.setting.named("recompute") for p in (a, b))

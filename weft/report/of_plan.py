@@ -168,7 +168,7 @@ def _step(plan: Plan) -> dict[str, Any]:
 
 
 def _search(plan: Plan) -> Search:
-    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype)
+    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype, imbalance=plan.setting.imbalance)
     limits = Limits.of(plan.limits)
     return Search(request.problem(), limits)
 
