@@ -22,6 +22,9 @@ from weft.core import native
 from weft.core.errors import RuntimeFault
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
+from weft.ops.comm import broadcast, reduce_, send
+from weft.ops.host import from_host, to_host
+from weft.ops.rounds import rounds
 from weft.runtime import comm, library_kernels, low, memory, pipeline, replay, rowwise, token_all_to_all
 from weft.runtime.agree import rank, require_same, world
 from weft.runtime.board import doing, world_board
@@ -98,9 +101,9 @@ class Compiled:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
         parts, unless they only update."""
         wanted = replay.is_accelerator(self.device) if asked is None else asked
-        names = [n.op.name for n in self.program.nodes]
-        from_one = any(name in ("send", "reduce", "broadcast", "rounds") for name in names)  # no op of a trace does what these do
-        stays = names.count("to_host") == names.count("from_host")  # what is kept by the host is fetched by the same program
+        ops = [n.op for n in self.program.nodes]
+        from_one = not {send, reduce_, broadcast, rounds}.isdisjoint(ops)  # no op of a trace does what these do
+        stays = ops.count(to_host) == ops.count(from_host)  # what is kept by the host is fetched by the same program
         asks = any(n.attr("sent") for n in self.program.nodes)  # the host reads sizes
         stays = stays and all(n.op.pieces is None for n in self.program.nodes)  # leaves are done as they are: a compiler would join them
         return wanted and not from_one and not asks and stays and bool(self.code.parts) and os.environ.get("WEFT_INDUCTOR", "1") != "0"
