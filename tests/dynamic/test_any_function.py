@@ -291,3 +291,69 @@ def test_under_autocast_a_vertex_keeps_its_precision() -> None:
     plain = model.float()(s, x.float())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(s, x.float()), plain)
+
+
+def _thrice(_: nn.Module, into: Any, __: Any) -> tuple[Tensor]:
+    return (into[0] * 3,)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "of a module": lambda m: m.register_full_backward_hook(_thrice),
+    "before a module's": lambda m: m.register_full_backward_pre_hook(lambda _, out: (out[0] * 2,)),
+    "of an activation": lambda m: m.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g.clamp(max=0.5)) and None),
+}
+
+
+@pytest.mark.parametrize("what", HOOKS)
+def test_hooks_of_gradients(what: str) -> None:
+    cell, model, x = small()
+    s = dynamic.chains([2, 1])
+    model(s, x)  # a hook that is registered later is heard too
+    handle = HOOKS[what](cell.m[0])
+    x.requires_grad_()
+    for _ in range(2):
+        theirs = torch.cat([o.pushed["h"] for o in alone(cell, s, {"x": x}, {"h": 4})])
+        assert_same(model(s, x, at="all"), theirs, [x, *cell.parameters()])
+        handle.remove()
+
+
+def test_a_gradient_on_the_way() -> None:
+    """A vertex that reads how an energy of its own changes with its input."""
+
+    def function(c: Cell, v: Any) -> None:
+        x = v.pull("x")
+        (force,) = torch.autograd.grad(torch.tanh(c.m[0](x)).square().sum(), x, create_graph=True)
+        given(v, torch.tanh(force + v.gather("h", reduce="mean")))
+
+    cell, s, x = Cell(function, nn.Linear(4, 4)), dynamic.chains([3, 1]), torch.randn(4, 4, requires_grad=True, **X)
+    theirs = torch.cat([o.pushed["h"] for o in alone(cell, s, {"x": x}, {"h": 4})])
+    assert_same(dynamic.Model(cell, {"h": 4})(s, x, at="all"), theirs, [x, *cell.parameters()])
+
+
+def test_gradients_that_only_autograd_makes_are_refused() -> None:
+    def backward(c: Cell, v: Any) -> None:
+        h = c.m[0](v.pull("x"))
+        h.sum().backward()
+        given(v, h)
+
+    counted: list[int] = []
+    s, x = dynamic.chains([2]), torch.randn(2, 4, **X)
+    words = r"(?s)vertex function 'vertex' has gradients that only autograd can make.*needed  ops, hooks that map a gradient.*found   "
+    with pytest.raises(StructureError, match=words + r"backward\(\)"):
+        dynamic.Model(Cell(backward, nn.Linear(4, 4)), {"h": 4})(s, x)
+    cell = Cell(lambda c, v: given(v, c.m[0](v.pull("x"))), nn.Linear(4, 4))
+    cell.m[0].register_full_backward_hook(lambda _, into, __: counted.append(1) or (into[0] * len(counted),))
+    with pytest.raises(StructureError, match=words + "a hook that does not always do the same"):
+        dynamic.Model(cell, {"h": 4})(s, x.requires_grad_())
+
+
+def test_types_may_have_any_name() -> None:
+    """Also those that modules use for themselves, and those with dots."""
+    names = ("update", "a.b", "a_b", "keys", "training")
+    cells = {n: Cell(lambda c, v: given(v, torch.tanh(c.m[0](v.pull("x")))), nn.Linear(4, 4)) for n in names}
+    model, build, x = dynamic.Model(cells, {"h": 4}), dynamic.Builder(), torch.randn(5, 4, **X)
+    for i, n in enumerate(names):
+        build.sample().add(kind=n, row=i)
+    theirs = torch.cat([torch.tanh(cells[n].m[0](x[i : i + 1])) for i, n in enumerate(names)])
+    assert_same(model(build.done(), x), theirs, list(model.parameters()))
+    assert len(list(model.parameters())) == 10

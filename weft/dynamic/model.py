@@ -70,7 +70,10 @@ class Model(nn.Module):
         super().__init__()
         named = dict(functions) if isinstance(functions, Mapping) else {"vertex": functions}
         self.functions = named
-        self.cells = nn.ModuleDict({k: f for k, f in named.items() if isinstance(f, nn.Module)})
+        self.cells = nn.ModuleDict()
+        for k, f in named.items():
+            if isinstance(f, nn.Module):
+                self.cells[_submodule_name(k, self.cells)] = f
         self.states = {k: (n,) if isinstance(n, int) else tuple(n) for k, n in states.items()}
         self.policy = policy
         self.fuse, self.replay, self.target, self.split_matmuls = fuse, replay, target, split_matmuls
@@ -201,6 +204,14 @@ class Model(nn.Module):
         if key not in self._made.templates:
             self._made.templates[key] = Templates(plan, variant.device)
         return self._made.templates[key]
+
+
+def _submodule_name(kind: str, taken: nn.ModuleDict) -> str:
+    """The name of a type, where modules may have one: without dots, and other than what they have already (`update`, `keys`, ...)."""
+    name = kind.replace(".", "_") or "_"
+    while hasattr(taken, name):
+        name += "_"
+    return name
 
 
 @functools.cache

@@ -30,6 +30,8 @@ from weft.core.role import Role
 from weft.dynamic.schedule import Reads
 from weft.dynamic.sizes import EDGES, ROWS
 from weft.dynamic.vertex import Source, Use, Vertex, check_use
+from weft.frontend.capture.joint import CustomGradient
+from weft.frontend.capture.step import Step
 from weft.frontend.capture.tape import tracing
 from weft.ops.comm import reshard
 from weft.ops.embed import gather, take_op
@@ -151,8 +153,8 @@ def trace(
     if isinstance(function, VertexProgram):
         return _as_written(function, name, states, pulls)
     use = Use()
-    with tracing(nn.Module()) as tape:
-        r = tape.recorder
+    with _without_autograd(name), tracing(nn.Module()) as tape:
+        r, step = tape.recorder, _Inside(tape)
         lifted = _Weights(lambda n, w: r.fresh_input(n, w, Role.PARAMETER, moves=w.is_floating_point()), names)
 
         def supply(source: Source) -> Tensor:
@@ -161,6 +163,7 @@ def trace(
 
         with lifted, _all_rows_at_once(name):
             function(Vertex(ROWS, EDGES, supply, use))
+        step.require_same_hooks()
         check_use(use, name, states, ROWS, dtype)
         outputs = {output_name("state", s): r.node(x) for s, x in use.states.items()}
         outputs |= {output_name("push", o): r.node(x) for o, x in use.outputs.items()}
@@ -267,6 +270,13 @@ def differentiate(f: VertexProgram, wanted: Sequence[str], pushed: set[str]) -> 
     return f.with_outputs([*f.program.outputs, *grads.items()], "vjp", sources=sources, grads={n: of[n] for n in grads})
 
 
+class _Inside(Step):
+    """Answers for the gradients that a vertex function takes on its way."""
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        raise CustomGradient("backward()")
+
+
 class _Weights(TorchFunctionMode):
     """Tensors that the function closes over become inputs, whatever device they are on."""
 
@@ -295,6 +305,18 @@ class _Weights(TorchFunctionMode):
             self.found[name] = x
             self.known[id(x)] = self.make(name, x)
         return self.known[id(x)]
+
+
+@contextmanager
+def _without_autograd(name: str) -> Iterator[None]:
+    """Inside, gradients are the program's own: what only autograd can do is refused."""
+    try:
+        yield
+    except CustomGradient as error:
+        raise StructureError(
+            f"vertex function {name!r} has gradients that only autograd can make", found=str(error),
+            needed="ops, hooks that map a gradient to a gradient, torch.autograd.grad", try_="the same outside of the model, on what it reads or gives",
+        ) from error  # fmt: skip
 
 
 @contextmanager

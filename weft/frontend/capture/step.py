@@ -178,11 +178,14 @@ class Step:
             one = recorder.node(ct) if ct is not None else constant(1.0, node.dtype, recorder.mesh)
             seeds[node] = w.add(seeds[node], one) if node in seeds else one
         _require_hooked(seeds)
-        if not all(same() for same in self.again):
-            raise CustomGradient("a hook that does not always do the same")
+        self.require_same_hooks()
         with unheard():
             found = backward(seeds, [recorder.ref(t).read() for t in wrt])
         return [recorder.wrap(found[n], t) if (n := recorder.ref(t).read()) in found else None for t in wrt]
+
+    def require_same_hooks(self) -> None:
+        if not all(same() for same in self.again):
+            raise CustomGradient("a hook that does not always do the same")
 
     def note_gradients(self) -> None:
         """Remember the gradients as they are before hooks of parameters; those of a joint trace are not vjps of the forward pass, and stay unknown."""
