@@ -253,11 +253,30 @@ def test_elements_that_an_index_of_each_call_names(shape: tuple[int, ...], at: t
 
 
 def test_an_op_that_vmap_takes_row_by_row_is_refused_in_words() -> None:
-    w = nn.Parameter(torch.randn(2, 3, 3))
-    call = dynamic.batched(lambda x: nn.functional.bilinear(x[None], x[None], w)[0])
+    w = nn.Parameter(torch.randn(3, 3))
+    call = dynamic.batched(lambda x: nn.functional.pdist(x * w))
     with pytest.raises(StructureError, match="no way to do an op for many vertices at once"):
         torch.stack([call(torch.randn(3)), call(torch.randn(3))])
     dynamic.flush()
+
+
+def test_calls_that_read_weights_alone_and_neural_tensors() -> None:
+    """A recursive neural tensor network whose leaves are rows of a table that the function closes over."""
+    torch.manual_seed(0)
+    words, join = nn.Embedding(5, 3).double(), nn.Bilinear(3, 3, 3).double()
+
+    def encode(read: Any, tree: Any) -> Tensor:
+        return torch.tanh(words.weight[tree]) if isinstance(tree, int) else torch.tanh(join(read(tree[0]), read(tree[1])))
+
+    @dynamic.batched
+    def batched(tree: Any) -> Tensor:
+        return encode(batched, tree)
+
+    def plain(tree: Any) -> Tensor:
+        return encode(plain, tree)
+
+    trees = [((0, 1), (2, (3, 4))), (1, 1), 3]
+    assert_same(torch.stack([batched(t) for t in trees]), torch.stack([plain(t) for t in trees]), [*words.parameters(), *join.parameters()])
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

@@ -162,7 +162,8 @@ class Kind:
     def __call__(self, v: Vertex) -> None:
         inputs = [v.pull(f"{self.name} {i}") for i in range(self.inputs)]
         children = [v.gather(state, ref.number) for ref, state in self.reads.items()]
-        values = torch.vmap(self._one, randomness="different")(inputs, children)
+        each = torch.zeros(v._rows)  # a call may read weights alone, or nothing
+        values = torch.vmap(lambda _, *given: self._one(*given), randomness="different")(each, inputs, children)
         results = dict(zip(self.states, values, strict=True))
         v.scatter(**{name: value for name, value in results.items() if value.dtype.is_floating_point})
         v.push(**results)
@@ -193,6 +194,11 @@ def _cell(cell: Any) -> Callable[..., Any]:
     return call
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    return out if bias is None else out + bias
+
+
 def _set(x: Tensor, at: Any, value: Any) -> Tensor:
     x[at] = value
     return x
@@ -200,7 +206,7 @@ def _set(x: Tensor, at: Any, value: Any) -> Tensor:
 
 APART: dict[Any, Callable[..., Any]] = {
     torch.lstm_cell: _cell(packed.lstm), torch.gru_cell: _cell(packed.gru), torch.rnn_tanh_cell: _cell(packed.plain(torch.tanh)),
-    torch.rnn_relu_cell: _cell(packed.plain(torch.relu)), Tensor.__setitem__: _set,
+    torch.rnn_relu_cell: _cell(packed.plain(torch.relu)), Tensor.__setitem__: _set, torch.bilinear: _bilinear,
 }  # fmt: skip
 
 
