@@ -191,6 +191,7 @@ def rounds(schedule: Mapping[str, object]) -> Markup:
         ]
         for n in powers
     ]
-    names = [tag("text", f"batch {v:.0f}", x=frame.x(v), y=frame.height - 8, text_anchor="middle") for v in ticks(len(found), 6)[1:] if v == int(v)]
+    numbers = [v for v in ticks(len(found), 6) if v == int(v) and v < len(found)]
+    names = [tag("text", f"batch {v:.0f}", x=frame.x(v + 0.5), y=frame.height - 8, text_anchor="middle") for v in numbers]
     key = [tag("span", tag("i", cls=f"swatch k{i % 6}"), name, cls="key") for i, name in enumerate(kinds)]
     return join([frame.draw("batches in the order they run", grid, columns, names), tag("p", key, cls="legend")])
