@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import weft_zoo as zoo
-from weft.api import auto
+from weft.api import pool
 from weft.api.check_step import Case, check_against_torch
 from weft.api.eager import How
 from weft.api.safety import verified
@@ -104,7 +104,7 @@ def _captured(model: str, settings: tuple[tuple[str, Any], ...]) -> Work:
 
 @functools.cache
 def _placed(model: str, plan: str, pins: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Program:
-    return auto.prepare(_captured(model, settings).captured, Spec.parse(plan), auto.PlanRequest(tuple(map(parse_pin, pins)), False, 0.0))
+    return pool.prepare(_captured(model, settings).captured, Spec.parse(plan), pool.PlanRequest(tuple(map(parse_pin, pins)), False, 0.0))
 
 
 def _edited(captured: Captured, edit: Edit) -> Captured:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from weft.api import auto, planfile
+from weft.api import auto, planfile, pool
 from weft.api.micro_steps import micro_steps
 from weft.api.parallelize import parallelize
 from weft.api.pipeline_plans import PipelinePlans
@@ -86,7 +86,7 @@ def test_the_fastest_that_fits_is_taken(captured: Captured) -> None:
     found = auto.decide(captured, cluster("2xx86-2"))
     had = [o for o in found.options if not o.reason]
     assert found.chosen.ms == min(o.ms for o in had) and {"dp2", "dp2,zero1", "tp2", "cp2"} <= {o.plan for o in had}
-    assert found.followed.program.text == found.text and any(o.plan.startswith(auto.SOLVER) for o in had)
+    assert found.followed.program.text == found.text and any(o.plan.startswith(pool.SOLVER) for o in had)
     assert "predicted" in str(found) and f"  {had[-1].plan}: +" in str(found)
     again = auto.decide(captured, cluster("2xx86-2"))
     assert again == found
@@ -122,11 +122,11 @@ def test_stages_are_offered_beside_the_rest(captured: Captured) -> None:
 
 
 def test_stages_come_with_every_plan_for_their_ranks(captured: Captured) -> None:
-    offered = {str(n) for n in lines().stages(4, partial(auto.words, captured))}
+    offered = {str(n) for n in lines().stages(4, partial(pool.words, captured))}
     assert {"dp2,pp2,zero1,micro4", "tp2,pp2,micro8", "cp2,pp2,micro8", "pp4,micro8"} <= offered
     w = zoo.small("mixtral-8x7b")
     experts = capture(w.model, w.example(8), w.loss, adamw(w))
-    assert "ep2,pp2,micro4" in {str(n) for n in lines().stages(4, partial(auto.words, experts))}
+    assert "ep2,pp2,micro4" in {str(n) for n in lines().stages(4, partial(pool.words, experts))}
 
 
 def test_how_many_micro_batches_can_be_fixed(captured: Captured) -> None:
@@ -141,8 +141,8 @@ def test_little_memory_is_found_room_in() -> None:
     captured = capture(w.model, w.example(8), w.loss, adamw(w))
     place, many = cluster("1xx86-2"), lines()
     first = auto.decide(captured, place, lines=many)
-    second = auto.decide(captured, place, auto.PlanRequest(memory=first.chosen.gb * 1e9 - 1), lines=many)
-    third = auto.decide(captured, place, auto.PlanRequest(memory=second.chosen.gb * 1e9 - 1), lines=many)
+    second = auto.decide(captured, place, pool.PlanRequest(memory=first.chosen.gb * 1e9 - 1), lines=many)
+    third = auto.decide(captured, place, pool.PlanRequest(memory=second.chosen.gb * 1e9 - 1), lines=many)
     assert not first.named.recompute and second.named.recompute and second.named.micro_batches == 1 < third.named.micro_batches
     assert first.chosen.gb > second.chosen.gb > third.chosen.gb
     assert f"{first.plan}: not possible, it needs {first.chosen.gb:.3g} GB of {first.chosen.gb:.3g} GB" in str(second)
@@ -171,7 +171,7 @@ def test_memory_is_for_a_choice() -> None:
 def test_pins_bind_every_plan(captured: Captured) -> None:
     name = next(n for n, x in captured.parameters.items() if "mlp" in n and x.ndim == 2)
     pin = parse_pin(f"{name.removeprefix('param.')}=tp:S(1)")
-    found = auto.decide(captured, cluster("2xx86-2"), auto.PlanRequest((pin,)))
+    found = auto.decide(captured, cluster("2xx86-2"), pool.PlanRequest((pin,)))
     assert found.named.tp == 2 and str(found.followed.program.input_names[name].layout.placement("tp")) == "S(1)"
     assert "an axis of dp" in next(o.reason for o in found.options if o.plan == "dp2") or any(
         "dp2" == o.plan and o.reason for o in found.options
@@ -252,7 +252,7 @@ def test_shares_that_can_be_dealt(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_not_so_many_pieces(captured: Captured) -> None:
     with pytest.raises(PlanError, match="a batch of 8 is not 3 equal shards"):
-        auto.prepare(captured, Spec(dp=2, shards=3))
+        pool.prepare(captured, Spec(dp=2, shards=3))
 
 
 def test_a_layer_of_no_features_is_planned_and_trains_as_torchs() -> None:

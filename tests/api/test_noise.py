@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
-from weft.api import auto
+from weft.api import pool
 from weft.api.parallelize import parallelize
 from weft.core.errors import PlanError
 from weft.frontend.capture import capture
@@ -88,7 +88,7 @@ def test_training_and_check_are_the_same(tmp_path: Path) -> None:
 def test_no_further_collective(plan: str) -> None:
     m = model()
     captured = capture(m, batch(BATCH, 0), loss, torch.optim.AdamW(m.parameters()))
-    plain, told = (auto.prepare(captured, Spec.parse(plan), auto.PlanRequest(noise=n)) for n in (False, True))
+    plain, told = (pool.prepare(captured, Spec.parse(plan), pool.PlanRequest(noise=n)) for n in (False, True))
     count = [Counter(n.op.name for n in p.nodes if is_comm(n)) for p in (plain, told)]
     assert count[1] <= count[0]
 
@@ -97,7 +97,7 @@ def test_only_copies_can_tell() -> None:
     m = model()
     captured = capture(m, batch(BATCH, 0), loss, torch.optim.AdamW(m.parameters()))
     with pytest.raises(PlanError, match="the noise scale needs data-parallel replicas"):
-        auto.prepare(captured, Spec(tp=2), auto.PlanRequest(noise=True))
+        pool.prepare(captured, Spec(tp=2), pool.PlanRequest(noise=True))
 
 
 def test_what_two_numbers_say() -> None:

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from tests.api.ranks import on_ranks
-from weft.api.auto import with_doubles
 from weft.api.parallelize import parallelize
 from weft.api.pipeline_plans import staged
+from weft.api.pool import with_doubles
 from weft.cli import app
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict

@@ -10,10 +10,10 @@ import torch
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from weft.api import auto
 from weft.api.micro_steps import micro_steps
 from weft.api.parallelize import parallelize
 from weft.api.pipeline_plans import PipelinePlans, staged
+from weft.api.pool import PlanRequest, Pool, with_doubles, words
 from weft.cluster.spec import cluster
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
@@ -28,8 +28,8 @@ def adamw(w: Any) -> torch.optim.Optimizer:
 def priced(w: Any, where: Any) -> dict[str, float]:
     """Milliseconds of every plan by name that `auto` compares as it will run, for two processes."""
     lines = PipelinePlans(micro_steps(w.model, w.example(BATCH), w.loss, adamw(w)), BATCH)
-    pool = auto.Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, auto.PlanRequest(), lines)
-    for named in auto.words(pool.captured, where.devices):
+    pool = Pool(capture(w.model, w.example(BATCH), w.loss, adamw(w)), where, PlanRequest(), lines)
+    for named in words(pool.captured, where.devices):
         pool.try_named(str(named), named, pool.request)
     pool.try_stages()
     pool.reorder()
@@ -39,7 +39,7 @@ def priced(w: Any, where: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(("name", "least"), [("gpt2", 11), ("llama3-8b", 11), ("mlp", 8)])
 def test_a_plan_is_predicted_as_its_step_is(name: str, least: int, tmp_path: Path) -> None:
-    where = auto.with_doubles(cluster("2xx86-2"))
+    where = with_doubles(cluster("2xx86-2"))
     plans = priced(zoo.small(name), where)
     assert len(plans) >= least, plans
 

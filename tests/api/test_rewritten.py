@@ -17,7 +17,7 @@ from bench._graph.search import ALL, Candidate
 from bench._graph.task import CapturedTask
 from bench._graph.timing import PlacedProgram
 from tests.api.ranks import on_ranks
-from weft.api import auto, planfile
+from weft.api import planfile, pool
 from weft.api.parallelize import parallelize
 from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
@@ -229,11 +229,11 @@ def test_micro_batches_are_rewritten_too(case: Case, axis: str, setting: dict[st
 
 
 def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fitting = auto.Pool.fitting.fget  # type: ignore[attr-defined]
+    fitting = pool.Pool.fitting.fget  # type: ignore[attr-defined]
     rewritten_first = property(
-        lambda pool: sorted(fitting(pool), key=lambda o: (o.plan not in pool.moves, not o.plan.startswith(auto.SOLVER)))
+        lambda pool: sorted(fitting(pool), key=lambda o: (o.plan not in pool.moves, not o.plan.startswith(pool.SOLVER)))
     )
-    monkeypatch.setattr(auto.Pool, "fitting", rewritten_first)
+    monkeypatch.setattr(pool.Pool, "fitting", rewritten_first)
     want = torch_losses(DLRM)
 
     def job(rank: int) -> None:

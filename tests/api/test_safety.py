@@ -10,7 +10,7 @@ import torch
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from weft.api import auto, safety
+from weft.api import pool, safety
 from weft.api.parallelize import parallelize
 from weft.api.step import Step
 from weft.core.errors import InvalidProgram, PlanError, RuntimeFault
@@ -46,7 +46,7 @@ def test_a_fused_update_is_derived_too(plan: str) -> None:
 
     w = zoo.small("gpt2", dtype=torch.float64)
     captured = capture(w.model, w.example(8), w.loss, torch.optim.AdamW(w.model.parameters()))
-    report = safety.verified(captured.program, auto.prepare(captured, Spec.parse(plan)))
+    report = safety.verified(captured.program, pool.prepare(captured, Spec.parse(plan)))
     assert report is not None and report.evaluated == 0
 
 

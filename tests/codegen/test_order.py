@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft_zoo as zoo
-from weft.api.auto import prepare
+from weft.api.pool import prepare
 from weft.codegen import lower
 from weft.codegen.order import is_wire, order
 from weft.frontend.capture import Captured, capture

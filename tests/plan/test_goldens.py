@@ -72,7 +72,7 @@ def test_simulate(case: str, golden_figures: Figures) -> None:
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_plan(case: str, golden_figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.api.auto.EFFORT", EFFORT)
+    monkeypatch.setattr("weft.api.pool.EFFORT", EFFORT)
     saved = tmp_path / "plan.json"
     found = {"plan": planned(_said("plan", *PLANNED[case].split(), "--out", str(saved)))}
     if case in EXPLAINED:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api import auto
+from weft.api import pool
 from weft.frontend.capture import capture
 from weft.plan.spec import Spec
 from weft.rewrite.check import check
@@ -50,7 +50,7 @@ def test_random_ops_pass_the_check_and_draw_alike(name: str) -> None:
     other = interp.run_global(captured.program, captured.inputs(x, seed=8))
     assert not torch.equal(other["loss"], want["loss"])
     for words in ("dp2", "dp2,zero3", "tp2", "dp2,tp2"):
-        placed = auto.prepare(captured, Spec.parse(words))
+        placed = pool.prepare(captured, Spec.parse(words))
         report = check(captured.program, placed)
         assert report.equal, f"{words}: {report}"
         for n, got in interp.run(placed, given).items():

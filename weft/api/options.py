@@ -12,14 +12,17 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import PlanError
+from weft.plan.plan import Plan
 from weft.plan.spec import NUMBERS, Spec
 from weft.runtime.agree import world
 from weft.runtime.hosts import own_accelerator
 
 ANY_PLAN = "any plan"
 LOW = ("fp8", "fp8-block")  # 8-bit floats with a scale for every row, or for every block of 128
+AnyPlan = str | Path | Spec | Plan | DeviceMesh
 OnNan = Literal["raise", "skip", "ignore"]
 DATA = {"dp": 0, "dp_replicate": 0, "dp_shard": 3, "fsdp": 3}  # names of data-parallel mesh dims, and the ZeRO stage they stand for
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import passes
-from weft.api import auto, planfile
+from weft.api import auto, planfile, pool
 from weft.api.check_step import Case, Verdict, check_against_torch
 from weft.api.eager import How, Moment
 from weft.api.memory_limit import require_memory
 from weft.api.micro_steps import micro_steps, of_plan_or_fewer
-from weft.api.options import ANY_PLAN, Options, Settings, device_for, require_ranks, spec_of
+from weft.api.options import ANY_PLAN, AnyPlan, Options, Settings, device_for, require_ranks, spec_of
 from weft.api.pipeline_plans import PipelinePlans
 from weft.api.rank_sync import broadcast_initial_state
 from weft.api.retracing import Variants
@@ -39,7 +38,6 @@ from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
 from weft.passes import Draft
 from weft.plan.pins import dtensor_pins, parse_pin
-from weft.plan.plan import Plan
 from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
 from weft.runtime import hosts
@@ -55,7 +53,7 @@ def parallelize(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     example: Any,
-    plan: str | Path | Spec | Plan | DeviceMesh = "dp1",
+    plan: AnyPlan = "dp1",
     *,
     device: str | torch.device | None = None,
     options: Options | None = None,
@@ -92,25 +90,8 @@ def parallelize(
     """
     require_torchs(model, optimizer)
     require_optimizer(model, optimizer)
-    model = uncompiled(model)
     asked = Options.of(options, settings)
-    where = device_for(model, device)
-    hosts.meet(where)
-    if isinstance(plan, DeviceMesh):
-        plan = spec_of(plan)
-    file = None if plan == "auto" else planfile.follow(plan)
-    named = None if file is None else _for_these(file.spec, memory=asked.memory, others=asked.others)
-    pins = asked.pins
-    if file is not None and named is not None:
-        pins = (*named.pins, *pins)
-        if (named.recompute or file.contents) and not asked.noise:
-            named = _by_parts(named, asked.accumulate)
-    forget_updates(optimizer)
-    begin_with(model, asked.weights, asked.seed)
-    asked = replace(asked, pins=tuple(pins))
-    same = {name: getattr(asked, name) for name in ("clip", "precision", "accumulate", "seed", "pins", "on_nan")}
-    run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
-    made = _StepRequest(model, loss, optimizer, example, where, asked, named, file, Variants(model, loss, optimizer, example, run))
+    made = _StepRequest.of(model, loss, optimizer, example, plan, device, asked)
     with seldom_collected():
         step = made.step()
     step.set_safety(asked.on_nan, asked.deterministic)
@@ -142,9 +123,28 @@ class _StepRequest:
     file: planfile.Followed | None
     variants: Variants
 
+    @staticmethod
+    def of(
+        model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, example: Any, plan: AnyPlan, device: str | torch.device | None, asked: Options
+    ) -> _StepRequest:
+        """What is asked for, in words that were checked; all ranks begin with the values of the first."""
+        model, where = uncompiled(model), device_for(model, device)
+        hosts.meet(where)
+        plan = spec_of(plan) if isinstance(plan, DeviceMesh) else plan
+        file = None if plan == "auto" else planfile.follow(plan)
+        named = None if file is None else _for_these(file.spec, memory=asked.memory, others=asked.others)
+        asked = replace(asked, pins=(*(named.pins if named is not None else ()), *asked.pins))
+        if file is not None and named is not None and (named.recompute or file.contents) and not asked.noise:
+            named = _by_parts(named, asked.accumulate)
+        forget_updates(optimizer)
+        begin_with(model, asked.weights, asked.seed)
+        same = {name: getattr(asked, name) for name in ("clip", "precision", "accumulate", "seed", "pins", "on_nan")}
+        run = broadcast_initial_state(model, optimizer, example, where, plan=str(named or plan), **same)
+        return _StepRequest(model, loss, optimizer, example, where, asked, named, file, Variants(model, loss, optimizer, example, run))
+
     @cached_property
-    def constraints(self) -> auto.PlanRequest:
-        return auto.PlanRequest(tuple(map(parse_pin, self.asked.pins)), self.asked.noise, bytes_of(self.asked.memory) if self.asked.memory else 0.0)
+    def constraints(self) -> pool.PlanRequest:
+        return pool.PlanRequest(tuple(map(parse_pin, self.asked.pins)), self.asked.noise, bytes_of(self.asked.memory) if self.asked.memory else 0.0)
 
     @property
     def any_plan(self) -> bool:
@@ -266,7 +266,7 @@ class _StepRequest:
     def _priced(self, traced: Program, captured: Captured, other: Spec) -> Program:
         """The step under another plan, as far as memory goes."""
         again = recomputed(replace(captured, program=traced), regions_of(captured, other.again))
-        return auto.prepare(again, other, self.constraints, self.device)
+        return pool.prepare(again, other, self.constraints, self.device)
 
     def _lines(self) -> PipelinePlans | None:
         """Plans in micro-batches; none where it cannot be told what a micro-batch is."""

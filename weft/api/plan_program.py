@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 
 from weft import passes
-from weft.api.auto import LARGE, SOLVER, Option, PlanRequest, Pool, fill, with_doubles
 from weft.api.micro_steps import micro_steps
 from weft.api.pipeline_plans import PipelinePlans
+from weft.api.pool import LARGE, SOLVER, Option, PlanRequest, Pool, fill, with_doubles
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weft.api.bands import bands
 from weft.api.pipeline_plans import staged
+from weft.api.pool import Option, prepare, with_doubles, words
 from weft.api.program_facts import (
     communication,
     communication_of_stages,
@@ -32,6 +33,7 @@ from weft.api.program_facts import (
     verbs,
 )
 from weft.api.traced_step import Watch, last_starts, measured_line, seen_of_stages
+from weft.cluster.here import here
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import WeftError
@@ -168,8 +170,6 @@ class Recorder:
 
 def _cluster(step: Step, text: str) -> Cluster | None:
     """Where the step is predicted: as given, else this machine as `plan="auto"` sees it; None where there is no profile for it."""
-    from weft.api.auto import here, with_doubles
-
     if text:
         return with_doubles(read_cluster(text))
     try:
@@ -200,8 +200,6 @@ def _checked(step: Step) -> list[dict[str, Any]]:
 
 def _others(step: Step, cluster: Cluster) -> list[dict[str, Any]]:
     """The other plans for these ranks, by name, each predicted as it would run."""
-    from weft.api.auto import prepare, words
-
     plans = list(words(step.captured, cluster.devices))[:MOST]
     return _priced({str(named): lambda named=named: predict(prepare(step.captured, named), cluster) for named in plans})  # type: ignore[misc]
 
@@ -220,8 +218,6 @@ def _other_schedules(step: Step, own: StagedStep) -> list[dict[str, Any]]:
 
 def _priced(plans: Mapping[str, Callable[[], Seen]]) -> list[dict[str, Any]]:
     """Each plan with what is predicted of it, or why it cannot be had."""
-    from weft.api.auto import Option
-
     found = []
     for name, seen in plans.items():
         try:

@@ -27,7 +27,7 @@ from weft.api.check_step import Verdict, check_against_torch
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.eager import How, Moment
-from weft.api.options import device_for, require_ranks, spec_of
+from weft.api.options import AnyPlan, device_for, require_ranks, spec_of
 from weft.api.planfile import Followed, follow
 from weft.api.rank_sync import broadcast_initial_state
 from weft.api.safety import seen_by_first, verified
@@ -51,8 +51,6 @@ from weft.plan.plan import Plan
 from weft.plan.spec import Spec
 from weft.runtime import hosts
 from weft.transform.phases import in_turn
-
-AnyPlan = str | Path | Spec | Plan | DeviceMesh
 
 
 def shard(

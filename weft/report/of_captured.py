@@ -57,8 +57,8 @@ def _right(plan: Plan, placed: Program, asked: Any) -> dict[str, Any]:
 
 def _one_pass(plan: Plan, placed: Program) -> dict[str, Any]:
     """Every op where it runs, and memory meanwhile."""
-    from weft.api.auto import with_doubles
     from weft.api.plan_program import as_built
+    from weft.api.pool import with_doubles
 
     where, mesh = cluster(plan.cluster), dict(placed.mesh.sizes)
     if math.prod(mesh.values()) != where.devices or mesh != dict(plan.layouts["mesh"]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import interp
-from weft.api import auto
+from weft.api import pool
 from weft.api.compiled import Compiled
 from weft.core.errors import CaptureError, LayoutError, NotDifferentiable, PlanError, WeftError
 from weft.frontend.capture import Captured, capture
@@ -139,14 +139,14 @@ def check_module(case: Case) -> Verdict:
 
 
 def _compiled(captured: Captured, given: Values) -> Values:
-    program = auto.prepare(captured, Spec.parse("dp1"))
+    program = pool.prepare(captured, Spec.parse("dp1"))
     return Compiled(program, donate=True)(_copied(given))
 
 
 def _under(plan: str, captured: Captured, given: Values, want: Values, checked: bool) -> bool:
     """Runs the step on all ranks of a simulated mesh; whether the plan is refused."""
     try:
-        program = auto.prepare(captured, Spec.parse(plan))
+        program = pool.prepare(captured, Spec.parse(plan))
     except REFUSALS:
         return True
     compare(interp.run(program, _copied(given), tolerance=1e-6), want, captured)
