@@ -53,7 +53,7 @@ def parallelize(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     example: Any,
-    plan: AnyPlan = "dp1",
+    plan: str | Path | Spec | Plan | DeviceMesh = "dp1",
     *,
     device: str | torch.device | None = None,
     options: Options | None = None,
