@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
@@ -38,6 +39,7 @@ from weft.frontend.capture.optimizers import forget_updates
 from weft.frontend.capture.restored import as_before
 from weft.passes import Draft
 from weft.plan.pins import dtensor_pins, parse_pin
+from weft.plan.plan import Plan
 from weft.plan.space import bytes_of
 from weft.plan.spec import Spec
 from weft.runtime import hosts
