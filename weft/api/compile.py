@@ -8,7 +8,6 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from weft import interp
 from weft.api.check_module import ForwardCase
 from weft.api.check_step import Verdict, check_against_torch
 from weft.api.compiled import Compiled
@@ -131,8 +130,8 @@ class Inference:
     def _take(self, name: str, value: Tensor, run: Compiled | None = None) -> None:
         """The module's value, in place of what the calls so far have made of it."""
         if name in self._taken:
-            here = interp.take_local(value.detach(), self._taken[name][1], (run or self.compiled).coords)
-            self._state[name], self._taken[name] = here.to(self.device).clone(), (value, self._taken[name][1])
+            here = (run or self.compiled).part(value.detach(), self._taken[name][1])
+            self._state[name], self._taken[name] = here.clone(), (value, self._taken[name][1])
 
     def _check(self, captured: Captured, program: Program, batch: Any) -> None:
         case = ForwardCase(self.model, None, None, How(), self.device)
@@ -187,4 +186,4 @@ def _require_memory(known: list[tuple[Compiled, Captured]], batch: Any) -> None:
 
 
 def _local(run: Compiled, name: str, value: Tensor) -> Tensor:
-    return interp.take_local(value, run.program.input_names[name].layout, run.coords).to(run.device).contiguous()
+    return run.part(value, run.program.input_names[name].layout).contiguous()

@@ -20,6 +20,7 @@ from weft.codegen.order import gathers_parameters
 from weft.codegen.pipeline import lower
 from weft.core import native
 from weft.core.errors import RuntimeFault
+from weft.core.layout import Layout
 from weft.core.node import DTYPE_NAMES
 from weft.core.program import Program
 from weft.ops.comm import broadcast, reduce_, send
@@ -141,13 +142,14 @@ class Compiled:
             if self.device.type != "cpu":  # there state is overwritten, and stays the tensor it is
                 self._checked[name] = x
 
+    def part(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """This rank's part of a value in full, on its device."""
+        return interp.take_local(value, layout, self.coords).to(self.device)
+
     def scatter(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of global input values. A Partial input is taken as a term already."""
-        out = {}
-        for name, node in self.program.input_names.items():
-            if node.layout.present(self.coords):
-                out[name] = interp.take_local(values[name], node.layout, self.coords).to(self.device)
-        return out
+        here = {name: node for name, node in self.program.input_names.items() if node.layout.present(self.coords)}
+        return {name: self.part(values[name], node.layout) for name, node in here.items()}
 
 
 def _check_world(program: Program) -> None:

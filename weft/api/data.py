@@ -75,6 +75,13 @@ def rows_of_rank(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.
     return interp.take_local(x, Layout.of(type_.layout.mesh, tuple(x.shape), others), coords)
 
 
+def part_of_batch(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch.Tensor | None:
+    """This rank's part of a global batch, of its own rows of one, or what is its part already; None of anything else."""
+    if tuple(x.shape) == type_.shape:
+        return interp.take_local(x, type_.layout, coords)
+    return x if tuple(x.shape) == type_.layout.local_shape(coords) else rows_of_rank(x, type_, coords)
+
+
 # -- full batches and parts of them ---------------------------------------------------------------------------------------------------
 
 

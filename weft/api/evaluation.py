@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from weft import interp
 from weft.api.check_module import LossCase
 from weft.api.check_step import check_against_torch, check_current_state
 from weft.api.compiled import Compiled
@@ -65,10 +64,9 @@ class Evaluation:
         step, inputs = self.step, self.captured.program.input_names
         given = step._batch(batch, {n: t for n, t in self.types.items() if n in inputs and inputs[n].role is Role.BATCH})
         constants = {n: x for n, x in self.reads.tensors_now(self.captured.constants).items() if n in self.types}
-        local = {n: interp.take_local(x, self.types[n].layout, step.compiled.coords) for n, x in constants.items()}
-        device = step.compiled.device
-        seed = torch.full((), step.seed + step.steps, dtype=torch.int64, device=device)
-        values = {**step.local_state, **given, "seed": seed, **{n: x.to(device) for n, x in local.items()}}
+        local = {n: step.compiled.part(x, self.types[n].layout) for n, x in constants.items()}
+        seed = torch.full((), step.seed + step.steps, dtype=torch.int64, device=step.compiled.device)
+        values = {**step.local_state, **given, "seed": seed, **local}
         return self.run({n: x for n, x in values.items() if n in inputs})["loss"]
 
 

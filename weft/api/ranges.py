@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft import interp
 from weft.api.compiled import Compiled, plan_of
 from weft.api.data import Shape
 from weft.core.errors import RuntimeFault
@@ -280,8 +279,8 @@ class Range:
             made = {key: at(sizes) for key, at in self.parts.items()}
         except Unexplained:
             return None
-        types, coords = made["_held_as"], made["compiled"].coords
-        state = {n: interp.take_local(x, types[n].layout, coords).to(made["compiled"].device) for n, x in captured.constants.items() if n in types}
+        types = made["_held_as"]
+        state = {n: made["compiled"].part(x, types[n].layout) for n, x in captured.constants.items() if n in types}
         own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "verified": None, "unjudged": None}
         return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)
 

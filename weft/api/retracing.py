@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft import interp
 from weft.api.data import Brought, Shape
 from weft.api.lifting import filled_in, may_lift
 from weft.api.ranges import Ranges, of_shapes
@@ -419,7 +418,7 @@ def _take_constants(form: Form, captured: Captured) -> None:
     own = form.attributes
     types, compiled = own["_held_as"], own["compiled"]
     moved = {n: x for n, x in captured.constants.items() if n in types and types[n].layout.present(compiled.coords) and not x.is_meta}
-    local = {n: interp.take_local(x, types[n].layout, compiled.coords).to(compiled.device).clone() for n, x in moved.items()}
+    local = {n: compiled.part(x, types[n].layout).clone() for n, x in moved.items()}
     own["_state"] = {**own["_state"], **local}
     own["captured"] = replace(own["captured"], constants={**own["captured"].constants, **moved})
 

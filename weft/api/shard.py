@@ -26,6 +26,7 @@ from weft.api.check_module import CTS, GIVEN, GRAD, OUT, ForwardCase, TrainedCas
 from weft.api.check_step import Verdict, check_against_torch
 from weft.api.checkpoint import as_dtensor
 from weft.api.compiled import Compiled
+from weft.api.data import part_of_batch
 from weft.api.eager import How, Moment
 from weft.api.options import AnyPlan, device_for, require_ranks, spec_of
 from weft.api.planfile import Followed, follow
@@ -35,7 +36,7 @@ from weft.core.dtensor import to_placements
 from weft.core.errors import PlanError, RuntimeFault
 from weft.core.layout import Layout, Placement, S
 from weft.core.names import original, part, readable
-from weft.core.node import toposort
+from weft.core.node import Type, toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
@@ -253,7 +254,7 @@ class Sharded:
 
     def _parameter(self, forward: Compiled, name: str, p: nn.Parameter) -> nn.Parameter:
         layout = self._layout(name, p.shape)
-        local = interp.take_local(p.detach(), layout, forward.coords).to(self.device).clone()
+        local = forward.part(p.detach(), layout).clone()
         return nn.Parameter(as_dtensor(local, layout, forward.device_mesh), requires_grad=p.requires_grad)
 
     def _layout(self, name: str, shape: Sequence[int]) -> Layout:
@@ -320,24 +321,21 @@ class Sharded:
         for program in (passes.forward, passes.backward):
             for name, node in program.input_names.items() if program is not None else ():
                 if node.role is not Role.PARAMETER and not name.startswith((CTS, "kept.")):
-                    out[name] = self._part(name, known.get(name), node.layout)
+                    out[name] = self._part(name, known.get(name), node.type)
         return out
 
-    def _part(self, name: str, x: Any, layout: Layout) -> Tensor:
+    def _part(self, name: str, x: Any, type_: Type) -> Tensor:
         coords = self.compiled(self.passes[True].forward).coords
-        local = layout.local_shape(coords)
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
-        if x is not None and tuple(x.shape) == layout.shape:
-            x = interp.take_local(x, layout, coords)
-        if x is None or tuple(x.shape) != local:
-            found = "nothing" if x is None else str(list(x.shape))
+        part = None if x is None else part_of_batch(x, type_, coords)
+        if part is None:
             raise RuntimeFault(
                 f"the module was parallelized for another batch: {name.removeprefix(GIVEN).lstrip('.') or 'its only input'}",
-                needed=f"{list(layout.shape)}, or this rank's {list(local)}",
-                found=found,
+                needed=f"{list(type_.shape)}, or this rank's {list(type_.layout.local_shape(coords))}",
+                found="nothing" if x is None else str(list(x.shape)),
                 try_="parallelize it with an example of this shape, or pad the batch",
             )
-        return x.to(self.device)
+        return part.to(self.device)
 
 
 def captured_with_nest(model: nn.Module, example: Any) -> tuple[Captured, TreeSpec]:

@@ -15,7 +15,7 @@ from weft.api.check_blocks import filled
 from weft.api.check_step import Case, Verdict, check_current_state
 from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
-from weft.api.data import Rows, rows_of, rows_of_rank
+from weft.api.data import Rows, part_of_batch, rows_of
 from weft.api.deviation import moved
 from weft.api.eager import How
 from weft.api.evaluation import Evaluation
@@ -108,8 +108,7 @@ class Step(StepState):
         return out
 
     def _local(self, name: str, value: Tensor) -> Tensor:
-        types = self._held_as[name]
-        return interp.take_local(value, types.layout, self.compiled.coords).to(self.compiled.device)
+        return self.compiled.part(value, self._held_as[name].layout)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 
@@ -179,18 +178,11 @@ class Step(StepState):
         return out | {n: x for n, x in given.items() if n.startswith("value.")}
 
     def _part(self, name: str, type_: Type, x: Tensor) -> Tensor:
-        """This rank's part of a global batch, of its own rows of one, or what is its part already."""
-        coords = self.compiled.coords
-        local = type_.layout.local_shape(coords)
-        if tuple(x.shape) == type_.shape:
-            return interp.take_local(x, type_.layout, coords)
-        if tuple(x.shape) == local:
-            return x
-        part = rows_of_rank(x, type_, coords)
+        part = part_of_batch(x, type_, self.compiled.coords)
         if part is None:
             raise RuntimeFault(
                 f"batch {name.removeprefix('batch.')!r} on rank {self.compiled.rank}",
-                needed=f"{list(type_.shape)}, or this rank's {list(local)}",
+                needed=f"{list(type_.shape)}, or this rank's {list(type_.layout.local_shape(self.compiled.coords))}",
                 found=str(list(x.shape)),
                 try_="parallelize with an example of this shape, drop the last batch, or pad it",
             )

@@ -105,8 +105,7 @@ class StepState:
                 try_="load the same file on every rank",
             )
         for name in [n for n in written if n in self._state]:
-            local = interp.take_local(written[name].detach(), self._held_as[name].layout, self.compiled.coords)
-            self._state[name] = local.to(self.compiled.device).clone()
+            self._state[name] = self.compiled.part(written[name].detach(), self._held_as[name].layout).clone()
         self.remember(synced=True)
 
     def _require_newest(self) -> None:
@@ -195,7 +194,7 @@ class StepState:
             elif before.layout != type_.layout:
                 full = gathered(before, known.pop(name, None), self.compiled)
                 present = type_.layout.present(form["compiled"].coords)
-                known |= {name: interp.take_local(full, type_.layout, form["compiled"].coords).clone()} if present else {}
+                known |= {name: form["compiled"].part(full, type_.layout).clone()} if present else {}
         form["_state"] = {n: x for n, x in state.items() if n in fixed}
         types = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **types}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
@@ -210,8 +209,7 @@ class StepState:
             now = place.now()
             if name in self._state and (now is not place.value or now._version != self._versions.get(name)):
                 real = torch.view_as_real(now.detach().resolve_conj()) if now.is_complex() else now.detach()
-                local = interp.take_local(real, self._held_as[name].layout, self.compiled.coords)
-                self._state[name] = local.to(self.compiled.device).clone()
+                self._state[name] = self.compiled.part(real, self._held_as[name].layout).clone()
                 place.value, self._versions[name] = now, now._version
 
     def lifted(self, batch: Any) -> dict[str, Tensor]:
