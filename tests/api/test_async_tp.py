@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.api.ranks import on_ranks
 from weft.api.parallelize import parallelize
+from weft.codegen.pipeline import show_code
 from weft.core.errors import PlanError
 from weft.core.program import Program
 from weft.frontend.capture import capture
@@ -81,7 +82,23 @@ def placed(words: str) -> Program:
 def test_only_groups_are_added() -> None:
     plain, chunked = placed("tp2,sp"), placed("tp2,sp,async-tp")
     assert plain.outputs == chunked.outputs and not overlapped(plain) and len(overlapped(chunked)) > 8
-    assert all(dict(g.options) == {"chunks": 4, "dim": 0} for g in chunked.groups if g.kind == "overlap")
+    assert (0, 4) in pipelines(chunked)
+
+
+def pipelines(p: Program) -> set[tuple[int, int]]:
+    """Along which dim, and in how many chunks, a rank's code does matmuls of samples and sequences: what cannot be split evenly runs node by node."""
+    code = show_code(p)
+    groups = [g for g in p.groups if g.kind == "overlap" and f"def {g.name}(chunk" in code]
+    return {(g.option("dim"), g.option("chunks")) for g in groups if g.nodes[0].ndim == 3}
+
+
+@pytest.mark.parametrize(("rows", "plan", "dim", "chunks"), [(6, "tp2", 0, 3), (6, "dp2,tp2", 0, 3), (5, "tp2", 1, 4), (1, "tp2", 1, 4)])
+def test_chunks_are_even(rows: int, plan: str, dim: int, chunks: int) -> None:
+    """Of five samples, and of one, the sequence of eight is split."""
+    m, x = model(), torch.randint(0, 32, (rows, 8))
+    made = run(Draft(capture(m, x, loss, adamw(m)), Spec.parse(f"{plan},async-tp"))).program
+    assert made is not None
+    assert (dim, chunks) in pipelines(made)
 
 
 def test_nothing_to_overlap_is_refused() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 
 from weft.core.errors import InvalidTransform
+from weft.core.layout import S
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter
 from weft.ops.registry import Kind
 from weft.schedule import overlap
 
-CHUNKS = 4  # at most: of fewer rows, as many as there are
+CHUNKS = 4  # at most
 
 
 def async_tp(p: Program, axis: str) -> Program:
@@ -41,10 +44,13 @@ def _pairs(p: Program, axis: str) -> Iterator[tuple[Node, ...]]:
 
 
 def _in_chunks(p: Program, stages: tuple[Node, ...]) -> Program:
-    """Along the first dim that all of them treat chunk by chunk; as it was where there is none."""
+    """Along the first dim that all of them treat chunk by chunk, in as many even chunks as every rank has; as it was where there is none."""
     for dim, size in enumerate(stages[0].shape):
-        try:
-            return overlap(p, *stages, dim=dim, chunks=min(CHUNKS, size))
-        except InvalidTransform:
-            continue
+        layouts = [n.layout for n in (*stages, *stages[0].args, *stages[1].args) if n.ndim > dim]
+        axes = {a for layout in layouts for a, place in layout.placements.items() if isinstance(place, S) and place.dim == dim}
+        each = math.prod(map(p.mesh.size, axes))
+        for chunks in range(CHUNKS, 1, -1):
+            if size % (each * chunks) == 0:
+                with contextlib.suppress(InvalidTransform):
+                    return overlap(p, *stages, dim=dim, chunks=chunks)
     return p
