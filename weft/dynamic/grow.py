@@ -17,7 +17,7 @@ from weft.core.errors import StructureError
 from weft.dynamic.model import Model
 from weft.dynamic.native import Ints
 from weft.dynamic.plan import held_by
-from weft.dynamic.structure import NO_ROW, Builder, Structure
+from weft.dynamic.structure import Builder, Structure
 from weft.dynamic.vertex import Vertex
 
 BROUGHT = "(ran before)"
@@ -30,8 +30,8 @@ class Growing:
         self.model, self._runner = model, _with_states(model)
         self._children: list[Sequence[int]] = []
         self._kind: list[str] = []
-        self._input: list[tuple[int, int]] = []  # (which block of input rows, row in it)
-        self._blocks: list[Mapping[str, Tensor]] = []
+        self._added: list[tuple[int, Mapping[str, Tensor]]] = []  # since the last run: so many vertices, and the rows given with them
+        self._like: dict[str, Tensor] = {}  # of every input, no rows
         self._starts = [0]  # the first vertex of each run, and of the next
         self._states: list[dict[str, Tensor]] = []
         self._outputs: list[dict[str, Tensor]] = []
@@ -68,8 +68,8 @@ class Growing:
             )
         self._children += new
         self._kind += [kind] * len(new)
-        self._input += [(len(self._blocks), i) if given else (-1, NO_ROW) for i in range(len(new))]
-        self._blocks.append(given)
+        self._added.append((len(new), given))
+        self._like |= {name: x.new_empty((0, *x.shape[1:])) for name, x in given.items()}
         return list(range(first, first + len(new)))
 
     def run(self) -> None:
@@ -86,6 +86,7 @@ class Growing:
         self._states.append({n.removeprefix("state "): r for n, r in results.items() if n.startswith("state ")})
         self._outputs.append({n: r for n, r in results.items() if not n.startswith("state ")})
         self._starts.append(len(self))
+        self._added = []
 
     def state(self, name: str, vertices: Sequence[int]) -> Tensor:
         """What vertices that ran scattered under a name, one row each."""
@@ -114,29 +115,22 @@ class Growing:
         number, build = {v: i for i, v in enumerate([*before, *fresh])}, Builder()
         for i in range(len(before)):
             build.add(kind=BROUGHT, row=i)
-        for v in fresh:
-            build.add([number[c] for c in self._children[v]], kind=self._kind[v], row=build.vertices if self._input[v][0] >= 0 else None)
-        return build.done(), self._inputs(fresh, before)
+        reads = [bool(given) for count, given in self._added for _ in range(count)]
+        for v, has_row in zip(fresh, reads, strict=True):
+            build.add([number[c] for c in self._children[v]], kind=self._kind[v], row=build.vertices if has_row else None)
+        return build.done(), self._inputs(len(fresh), before)
 
-    def _inputs(self, fresh: range, before: list[int]) -> dict[str, Tensor]:
+    def _inputs(self, fresh: int, before: list[int]) -> dict[str, Tensor]:
         """Rows of every input: those of brought-in vertices hold states, those of new ones what was given with them."""
         like = next((t for f in self.model.functions.values() for t in held_by(f)), None)
         out: dict[str, Tensor] = {}
         for name, shape in self.model.states.items():
             rows = self.state(name, before) if before else torch.zeros((0, *shape), **_options(like))
-            out[f"state {name}"] = torch.cat([rows, rows.new_zeros((len(fresh), *shape))])
-        names = dict.fromkeys(n for block in self._blocks for n in block)
-        for name in names:
-            sample = next(b[name] for b in self._blocks if name in b)
-            rows = [self._row(v, name, sample) for v in _runs(self._input, fresh)]
-            out[name] = torch.cat([sample.new_zeros((len(before), *sample.shape[1:])), *rows])
+            out[f"state {name}"] = torch.cat([rows, rows.new_zeros((fresh, *shape))])
+        for name, none in self._like.items():
+            parts = [(len(before), {}), *self._added]
+            out[name] = torch.cat([given.get(name, none.new_zeros((count, *none.shape[1:]))) for count, given in parts])
         return out
-
-    def _row(self, span: tuple[int, int, int], name: str, sample: Tensor) -> Tensor:
-        block, low, high = span
-        if block < 0 or name not in self._blocks[block]:
-            return sample.new_zeros((high - low, *sample.shape[1:]))
-        return self._blocks[block][name][low:high]
 
     def _by_vertex(self, fresh: range, results: dict[str, Tensor]) -> dict[str, Tensor]:
         """Outputs with one row per new vertex, also where only some types push them."""
@@ -179,17 +173,3 @@ def _with_states(model: Model) -> Model:
 
 def _options(like: Tensor | None) -> dict[str, Any]:
     return {} if like is None else {"dtype": like.dtype, "device": like.device}
-
-
-def _runs(rows: Sequence[tuple[int, int]], fresh: range) -> list[tuple[int, int, int]]:
-    """Consecutive rows of one block as (block, low, high)."""
-    out: list[tuple[int, int, int]] = []
-    for v in fresh:
-        block, row = rows[v]
-        if block < 0:
-            row = out[-1][2] if out and out[-1][0] == block else 0
-        if out and out[-1][0] == block and out[-1][2] == row:
-            out[-1] = (block, out[-1][1], row + 1)
-        else:
-            out.append((block, row, row + 1))
-    return out
