@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,16 +166,8 @@ def spans(start: Ints, count: Ints) -> Ints:
 
 
 def _depth(first: Ints, child: Ints) -> tuple[Ints, int]:
-    n = len(first) - 1
-    above_first, above = parents(first, child)
-    waiting, out = np.bincount(above, minlength=n), np.full(n, -1, np.int64)
-    ready, level = np.flatnonzero(waiting == 0), 0
-    while len(ready):
-        out[ready] = level
-        readers = above[spans(above_first[ready], above_first[ready + 1] - above_first[ready])]
-        waiting -= np.bincount(readers, minlength=n)
-        ready = np.unique(readers)
-        ready, level = ready[waiting[ready] == 0], level + 1
+    """All that is ready runs together, so the number of a batch is a depth; what is on a cycle, or above one, never runs."""
+    out = Frontier(first, child, np.zeros(len(first) - 1, np.int64)).run(lambda _: 0)
     stuck = np.flatnonzero(out < 0)
     return out, _on_cycle(first, child, out, int(stuck[0])) if len(stuck) else -1
 
@@ -203,6 +195,41 @@ def _order(first: Ints, child: Ints, rounds: Ints, start: Ints) -> Ints:
         np.minimum.at(key, below, np.arange(edges, edges + len(below)))
         edges += len(below)
     return out
+
+
+class Frontier:
+    """Runs batches of a chosen class until none is left; a step costs a few array operations, whatever its size."""
+
+    def __init__(self, first: Ints, child: Ints, klass: Ints) -> None:
+        self.klass = klass
+        self.above_first, self.above = parents(first, child)
+        self.waiting = np.bincount(self.above, minlength=len(klass))
+        self.batch = np.full(len(klass), -1, np.int64)
+        self.ready = split(np.flatnonzero(self.waiting == 0), klass)
+
+    def woken_by(self, vertices: Ints, commit: bool = False) -> Ints:
+        """The vertices that wait for nothing else once these have run."""
+        first = self.above_first[vertices]
+        readers, counts = np.unique(self.above[spans(first, self.above_first[vertices + 1] - first)], return_counts=True)
+        left = self.waiting[readers] - counts
+        if commit:
+            self.waiting[readers] = left
+        return readers[left == 0]
+
+    def run(self, choose: Callable[[Frontier], int]) -> Ints:
+        done = 0
+        while self.ready:
+            k = choose(self)
+            here = self.ready.pop(k)
+            self.batch[here], done = done, done + 1
+            for other, vertices in split(self.woken_by(here, commit=True), self.klass).items():
+                waiting = self.ready.get(other)
+                self.ready[other] = vertices if waiting is None else np.concatenate((waiting, vertices))
+        return self.batch
+
+
+def split(vertices: Ints, klass: Ints) -> dict[int, Ints]:
+    return {int(k): vertices[klass[vertices] == k] for k in np.unique(klass[vertices])}
 
 
 def _at(array: Ints) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.core.errors import UnknownName
 from weft.dynamic import native
-from weft.dynamic.native import Ints
+from weft.dynamic.native import Frontier, Ints, split
 from weft.dynamic.structure import Structure
 
 Policy = Callable[[Structure, Ints], Ints]
@@ -34,7 +34,7 @@ def by_depth(s: Structure, klass: Ints) -> Ints:
 def by_agenda(s: Structure, klass: Ints) -> Ints:
     """Shallowest class first."""
     depth = s.depth
-    return _Frontier(s, klass).run(lambda f: min(f.ready, key=lambda k: (depth[f.ready[k]].mean(), k)))
+    return Frontier(s.first, s.child, klass).run(lambda f: min(f.ready, key=lambda k: (depth[f.ready[k]].mean(), k)))
 
 
 def by_lookahead(s: Structure, klass: Ints) -> Ints:
@@ -48,22 +48,22 @@ def by_lookahead(s: Structure, klass: Ints) -> Ints:
         some = np.flatnonzero(rest)
         return float((rank[vertices] == some[0]).sum() / rest[some[0]]) if len(some) else 0.0
 
-    def after(f: _Frontier, k: int) -> float:
+    def after(f: Frontier, k: int) -> float:
         """The largest share any class would have once class k has run."""
         new = f.woken_by(f.ready[k])
         then = {c: v for c, v in f.ready.items() if c != k}
-        for c, v in _split(new, klass).items():
+        for c, v in split(new, klass).items():
             then[c] = np.concatenate((then[c], v)) if c in then else v
         return max((share(c, v, k, f.ready[k]) for c, v in then.items()), default=1.0)
 
-    def choose(f: _Frontier) -> int:
+    def choose(f: Frontier) -> int:
         now = {k: share(k, v) for k, v in f.ready.items()}
         full = [k for k, part in now.items() if part == 1.0]
         k = full[0] if full else max(now, key=lambda k: (now[k] + after(f, k), len(f.ready[k]), -k))
         left[k] = left[k] - np.bincount(rank[f.ready[k]], minlength=len(left[k]))
         return k
 
-    return _Frontier(s, klass).run(choose)
+    return Frontier(s.first, s.child, klass).run(choose)
 
 
 def automatic(s: Structure, klass: Ints) -> Ints:
@@ -113,41 +113,6 @@ def ranks(s: Structure, klass: Ints) -> Ints:
             out[some] = np.maximum.reduceat(below, np.cumsum(s.arity[some]) - s.arity[some])
         out[here, klass[here]] += 1
     return out[:-1]
-
-
-class _Frontier:
-    """Runs batches of a chosen class until none is left; a step costs a few array operations, whatever its size."""
-
-    def __init__(self, s: Structure, klass: Ints) -> None:
-        self.klass = klass
-        self.above_first, self.above = native.parents(s.first, s.child)
-        self.waiting = np.bincount(self.above, minlength=s.vertices)
-        self.batch = np.full(s.vertices, -1, np.int64)
-        self.ready = _split(np.flatnonzero(self.waiting == 0), klass)
-
-    def woken_by(self, vertices: Ints, commit: bool = False) -> Ints:
-        """The vertices that wait for nothing else once these have run."""
-        first = self.above_first[vertices]
-        readers, counts = np.unique(self.above[native.spans(first, self.above_first[vertices + 1] - first)], return_counts=True)
-        left = self.waiting[readers] - counts
-        if commit:
-            self.waiting[readers] = left
-        return readers[left == 0]
-
-    def run(self, choose: Callable[[_Frontier], int]) -> Ints:
-        done = 0
-        while self.ready:
-            k = choose(self)
-            here = self.ready.pop(k)
-            self.batch[here], done = done, done + 1
-            for other, vertices in _split(self.woken_by(here, commit=True), self.klass).items():
-                waiting = self.ready.get(other)
-                self.ready[other] = vertices if waiting is None else np.concatenate((waiting, vertices))
-        return self.batch
-
-
-def _split(vertices: Ints, klass: Ints) -> dict[int, Ints]:
-    return {int(k): vertices[klass[vertices] == k] for k in np.unique(klass[vertices])}
 
 
 def _compact(key: Ints) -> Ints:
