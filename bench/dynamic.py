@@ -365,7 +365,7 @@ def balance_on_ranks(rank: int, world: int, batches: int, hidden: int = 128, per
     from bench._trees import long_tailed_batch
     from examples.dynamic.tree_lstm import ChildSum, model
     from weft import dynamic as wd
-    from weft.dynamic.balance import Sizes, at_random
+    from weft.dynamic.balance import Sizes
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -394,15 +394,22 @@ def balance_on_ranks(rank: int, world: int, batches: int, hidden: int = 128, per
     return {
         "case": "balance", "weft_ms": round(slowest[1], 2), "peers_ms": {"random": round(slowest[0], 2)},
         "ratios": {"random": round(slowest[0] / slowest[1], 3)}, "limit_ms": round(float(times[1].sum()) / world, 2),
-        "predicted_ms": {n: round(predicted_of(sizes, steps, costs[0]), 2) for n, steps in ways.items()},
+        "predicted_ms": {n: round(predicted(sizes, steps, costs[0]), 2) for n, steps in ways.items()},
         "correct": "both ways run every sample once" if _same_samples(ways) else "samples differ",
     }  # fmt: skip
 
 
-def predicted_of(sizes: Any, steps: Any, cost: Any) -> float:
-    from weft.dynamic.balance import predicted
+def at_random(total: int, ranks: int, per_rank: int, seed: int = 0) -> list[list[Any]]:
+    """The same number of samples for every rank, as a shuffling sampler gives: step -> rank -> samples."""
+    import numpy as np
 
-    return predicted(sizes, steps, cost)
+    order, per_step = np.random.default_rng(seed).permutation(total), ranks * per_rank
+    return [np.array_split(order[i : i + per_step], ranks) for i in range(0, total, per_step)]
+
+
+def predicted(sizes: Any, steps: Any, cost: Any) -> float:
+    """The predicted time of all steps, each as long as its slowest rank."""
+    return sum(max(cost.of(sizes, samples) for samples in step) for step in steps)
 
 
 def _same_samples(ways: dict[str, Any]) -> bool:

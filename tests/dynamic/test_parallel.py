@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from bench._trees import long_tailed_batch
+from bench.dynamic import at_random, predicted
 from examples.dynamic import tree_lstm
 from tests.dynamic.graphs import graphs
 from weft import dynamic
 from weft.core.errors import StructureError
-from weft.dynamic.balance import Sizes, at_random, predicted
+from weft.dynamic.balance import Sizes
 
 COST = dynamic.Cost(level=0.1, vertex=0.01)
 
@@ -32,9 +33,10 @@ def test_every_sample_is_dealt_once() -> None:
 
 def test_balanced_steps_are_predicted_to_be_shorter_than_random_ones() -> None:
     s = dynamic.trees(long_tailed_batch(2 * 16 * 20, random.Random(0)))
-    balanced = predicted(s, dynamic.assign(s, 2, 16, cost=COST), COST)
-    mixed = predicted(s, dynamic.assign(s, 2, 16, cost=COST, mixing=1.0), COST)
-    chance = predicted(s, at_random(len(s), 2, 16), COST)
+    sizes = Sizes.of(s)
+    balanced = predicted(sizes, dynamic.assign(s, 2, 16, cost=COST), COST)
+    mixed = predicted(sizes, dynamic.assign(s, 2, 16, cost=COST, mixing=1.0), COST)
+    chance = predicted(sizes, at_random(len(s), 2, 16), COST)
     assert chance / balanced > 1.15
     assert balanced < mixed < chance
 

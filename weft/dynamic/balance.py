@@ -104,16 +104,3 @@ def assign_samples(sizes: Sizes, samples: Ints, ranks: int, cost: Cost) -> list[
         levels[rank] = max(levels[rank], deep)
         vertices[rank] += large
     return [np.array(hand, np.int64) for hand in hands]
-
-
-def at_random(total: int, ranks: int, per_rank: int, seed: int = 0) -> Assignment:
-    """The same number of samples for every rank, as a shuffling sampler gives."""
-    order, per_step = np.random.default_rng(seed).permutation(total), ranks * per_rank
-    return [np.array_split(order[i : i + per_step], ranks) for i in range(0, total, per_step)]
-
-
-def predicted(graphs: Structure | Sizes, assignment: Assignment, cost: Cost | None = None) -> float:
-    """The predicted time of all steps, each as long as its slowest rank."""
-    sizes = graphs if isinstance(graphs, Sizes) else Sizes.of(graphs)
-    cost = cost or Cost()
-    return sum(max(cost.of(sizes, samples) for samples in step) for step in assignment)
