@@ -68,9 +68,7 @@ class Captured:
         self._load(layout, inputs, wanted)
         if self._forward is None:
             self._forward = replay.record(self._run_forward, self.device)
-            self._forward()
-        else:
-            self._forward()
+        self._forward()
         return [out[: self.counts[n]].clone() for n, out in zip(self.plan.outputs, self._outputs, strict=True)]
 
     def backward(self, grads: list[Tensor], ready: Callable[[Tensor], Any] | None = None) -> dict[Source | int, Tensor]:
@@ -81,9 +79,7 @@ class Captured:
             return self._one_by_one(ready)
         if self._backward is None:
             self._backward = replay.record(self._run_backward, self.device)
-            self._backward()
-        else:
-            self._backward()
+        self._backward()
         return {key: value.clone() for key, value in self._found.items()}
 
     def _one_by_one(self, ready: Callable[[Tensor], Any]) -> dict[Source | int, Tensor]:
@@ -92,9 +88,7 @@ class Captured:
         if not self._pieces:
             self._pieces = [replay.record(self._run_rounds_back, self.device)]
             self._pieces += [replay.record(functools.partial(self._run_weight, w), self.device) for w in trained]
-            self._pieces[0]()
-        else:
-            self._pieces[0]()
+        self._pieces[0]()
         found = {key: value.clone() for key, value in self._found.items()}
         pending = []
         for weight, piece in zip(trained, self._pieces[1:], strict=True):

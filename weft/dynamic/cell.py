@@ -119,15 +119,9 @@ def _unreadable(node: Node) -> bool:
 
 
 def _read_outside(phased: Phased, kernel: Kernel) -> set[Node]:
-    """Values of the kernel that something else reads, looking through views."""
+    """Values of the kernel that something else reads, or looks at."""
     own, graph = set(kernel.nodes), phased.graph
-    out = own & {base(n) for n in graph.results()}
-    for node in graph.nodes:
-        if node in own:
-            out |= {base(a) for a in reads(node) if a is not base(a)} & own
-        elif not is_view(node):
-            out |= own & {base(a) for a in reads(node)}
-    return out
+    return {n for n in own if not own.issuperset(graph.users[n])} | own & {base(n) for n in graph.results()}
 
 
 def output_homes(functions: Iterable[Graph]) -> dict[str, Home]:

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,7 +206,3 @@ class Batch:
                 rows = self._rows(block.start, block.count)
                 out[source].index_add_(0, torch.where(rows < 0, len(given), rows), frame.fetch(node, frame.span))
         return out
-
-
-def host_index(layout: Layout) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in layout.arrays.items()}

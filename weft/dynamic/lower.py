@@ -154,15 +154,10 @@ class Graph:
 
     def _computed(self) -> list[Node]:
         """What results are made of, operands first."""
-        every = dict[Node, None]()
-        stack = [(n, False) for n in reversed(self.results())]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                every[node] = None
-            elif node not in every:
-                stack += [(node, True), *((a, False) for a in reversed(reads(node)))]
-        return list(every)
+        order, needed = toposort(self.results()), set(self.results())
+        for node in reversed(order):
+            needed.update(reads(node) if node in needed else ())
+        return [n for n in order if n in needed]
 
 
 def reads(node: Node) -> list[Node]:

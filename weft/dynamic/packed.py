@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import StructureError
-from weft.dynamic.native import Ints, spans
-from weft.dynamic.structure import NO_CHILD, Structure
+from weft.dynamic.native import spans
+from weft.dynamic.structure import NO_CHILD, Structure, bounds_of
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,16 @@ def unpack(graphs: Tensor, kinds: tuple[str, ...]) -> Structure:
     flat, start = table.reshape(-1), np.arange(len(table)) * table.shape[1]
     n = np.clip(table[:, 0], 0, (table.shape[1] - 1) // 3) if len(table) else np.empty(0, np.int64)
     kind, row, arity = (flat[spans(start + 1 + k * n, n)] for k in range(3))
-    sample, owner = _bounds(n), np.repeat(np.arange(len(table)), n)
+    sample, owner = bounds_of(n), np.repeat(np.arange(len(table)), n)
     room = (table.shape[1] - 1 - 3 * n)[owner] if len(owner) else arity
     arity = np.where(arity.clip(0) <= room, arity.clip(0), 0)
-    first = _bounds(arity)
+    first = bounds_of(arity)
     edges = np.diff(first[sample])
     parent = np.repeat(np.arange(len(arity)), arity)
     child = flat[np.minimum(spans(start + 1 + 3 * n, edges), max(len(flat) - 1, 0))] - 1 if len(flat) else parent
     there = (child >= 0) & (child < n[owner[parent]]) & (child + sample[owner[parent]] != parent)
     child = np.where(there, child + sample[owner[parent]], NO_CHILD)
     return Structure(first, child, row - 1, sample, kind % len(kinds), kinds)
-
-
-def _bounds(sizes: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _wide(width: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from weft.core.errors import StructureError
 from weft.core.layout import Layout, Mesh, Placement, R, S
@@ -22,6 +22,7 @@ from weft.core.node import Node
 from weft.dynamic import collective
 from weft.dynamic.model import Model, _inputs
 from weft.dynamic.trace import VertexProgram
+from weft.interp import take_local
 from weft.ops.comm import all_gather, reshard
 from weft.plan.place import place
 
@@ -54,7 +55,7 @@ def shard(
     at = mesh.coords(rank)
     local = {s: placed.output_names[n].layout.local_shape(at)[1:] for n, s in full.states.items()}
     inputs_of = placed.input_names
-    shares = {n: nn.Parameter(_share(w.detach(), inputs_of[n].layout, at), w.requires_grad) for n, w in full.weights.items()}
+    shares = {n: nn.Parameter(take_local(w.detach(), inputs_of[n].layout, at).clone(), w.requires_grad) for n, w in full.weights.items()}
     return replace(full, program=placed, weights=shares, at=dict(at), groups=groups or {}), local
 
 
@@ -66,9 +67,3 @@ def _in_layout(node: Node, want: Layout) -> Node:
 
 def _with_rows(p: Placement) -> Placement:
     return S(p.dim + 1, p.within) if isinstance(p, S) else R
-
-
-def _share(weight: Tensor, layout: Layout, at: Mapping[str, int]) -> Tensor:
-    for d in range(layout.rank):
-        weight = weight.index_select(d, layout.positions(d, at).to(weight.device))
-    return weight.clone()

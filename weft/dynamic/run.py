@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weft.core.errors import StructureError
 from weft.dynamic.captured import Templates, Weights
-from weft.dynamic.engine import Batch, Plan, host_index
+from weft.dynamic.engine import Batch, Plan
 from weft.dynamic.layout import exact
 from weft.dynamic.native import Ints
 from weft.dynamic.schedule import Schedule
@@ -50,7 +51,7 @@ class Once(Call):
         self.batch = Batch(self.plan, self.layout, self.kinds, self.workspace, weights)
         rows = {name: torch.from_numpy(self.layout.place[v]) for name, v in wanted.items()}
         device = self.workspace.device
-        index = {name: a.to(device) for name, a in host_index(self.layout).items()}
+        index = {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in self.layout.arrays.items()}
         self.batch.load(index, inputs, {name: r.to(device) for name, r in rows.items()})
         return self.batch.forward()
 

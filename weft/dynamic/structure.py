@@ -100,10 +100,10 @@ class Structure:
         vertices = native.spans(self.sample[picked], sizes)
         arity = self.arity[vertices]
         child = self.child[native.spans(self.first[vertices], arity)]
-        bounds = _bounds(sizes)
+        bounds = bounds_of(sizes)
         shift = np.repeat(bounds[:-1] - self.sample[picked], sizes)  # a sample moves as one piece
         moved = np.where(child < 0, child, child + np.repeat(shift, arity))
-        return replace(self, first=_bounds(arity), child=moved, row=self.row[vertices], sample=bounds, kind=self.kind[vertices])
+        return replace(self, first=bounds_of(arity), child=moved, row=self.row[vertices], sample=bounds, kind=self.kind[vertices])
 
 
 def trees(samples: Sequence[Any], *, leaf: str = "vertex", inner: str = "vertex") -> Structure:
@@ -125,12 +125,12 @@ def chains(lengths: Sequence[int] | Ints, *, kind: str = "vertex", rows: Ints | 
     """Sequences: each vertex has the one before it as its child. Rows count through all sequences unless given."""
     sizes = _lengths(lengths)
     total = int(sizes.sum())
-    starts = _bounds(sizes)
+    starts = bounds_of(sizes)
     arity = np.ones(total, np.int64)
     arity[starts[:-1][sizes > 0]] = 0
     child = np.arange(total)[arity > 0] - 1
     row = np.arange(total) if rows is None else np.asarray(rows, np.int64)
-    return Structure(_bounds(arity), child, row, starts, np.zeros(total, np.int64), (kind,))
+    return Structure(bounds_of(arity), child, row, starts, np.zeros(total, np.int64), (kind,))
 
 
 def _lengths(lengths: Any) -> Ints:
@@ -150,7 +150,7 @@ def parents(
     sizes = np.array([len(p) for p in samples], np.int64)
     flat = np.concatenate([np.asarray(p, np.int64) for p in samples]) if len(samples) else np.empty(0, np.int64)
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    bounds = _bounds(sizes)
+    bounds = bounds_of(sizes)
     bad = np.flatnonzero((flat < -1) | (flat >= sizes[owner]))
     if len(bad):
         v, s = int(bad[0]), int(owner[bad[0]])
@@ -178,7 +178,7 @@ def edges(
                 try_="dynamic.edges([(3, [(0, 2), (1, 2)])])",
             )  # fmt: skip
     sizes = np.array([n for n, _ in samples], np.int64)
-    bounds = _bounds(sizes)
+    bounds = bounds_of(sizes)
     counts = np.array([len(e) for _, e in samples], np.int64)
     lists = [np.asarray(e, np.int64).reshape(-1, 2) for _, e in samples]
     flat = np.concatenate(lists).T if lists else np.empty((2, 0), np.int64)
@@ -276,7 +276,7 @@ def _from_pairs(pairs: Ints, sizes: Ints, kind: str, kinds: Sequence[Sequence[st
     number = {name: i for i, name in enumerate(names)}
     row = _rows(arity, inputs)
     kind_of = np.array([number[name] for name in flat], np.int64)
-    return Structure(_bounds(arity), pairs[0][order], row, _bounds(sizes), kind_of, names)
+    return Structure(bounds_of(arity), pairs[0][order], row, bounds_of(sizes), kind_of, names)
 
 
 def _rows(arity: Ints, inputs: str) -> Ints:
@@ -291,7 +291,8 @@ def _rows(arity: Ints, inputs: str) -> Ints:
     raise StructureError("unknown choice of inputs", needed='"all", "leaves" or "none"', found=repr(inputs))
 
 
-def _bounds(counts: Ints) -> Ints:
+def bounds_of(counts: Ints) -> Ints:
+    """Where each of some runs begins, and the last ends."""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

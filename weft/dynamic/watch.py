@@ -27,6 +27,7 @@ from weft.cost.timeline import Seen, Task, Timeline
 from weft.dynamic.draw import as_data
 from weft.dynamic.frame import Frame, Span
 from weft.dynamic.model import Model
+from weft.dynamic.phases import BACKWARD, FORWARD
 from weft.dynamic.policy import POLICIES
 from weft.dynamic.schedule import Schedule
 from weft.dynamic.structure import Structure
@@ -36,7 +37,6 @@ from weft.runtime.machine import describe
 from weft.runtime.trace import synchronize
 
 LEARNED, TRACED = 3, 5  # steps counted from 0
-FORWARD, BACKWARD = ("weights", "eager", "rounds", "late"), ("before", "back", "after")
 
 
 @dataclass(frozen=True)
