@@ -5,6 +5,7 @@ Importing this package must not import torch: command modules import what is hea
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -93,5 +94,8 @@ for _name in COMMANDS:
 
 def main() -> None:
     """The console entry point."""
-    with seldom_collected():
-        app(prog_name="weft")
+    try:
+        with seldom_collected():
+            app(prog_name="weft")
+    finally:
+        gc.freeze()  # the process ends: looking for cycles in all it made would take a second
