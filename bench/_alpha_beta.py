@@ -54,6 +54,6 @@ def _multiplies(node: Node) -> bool:
     """A product or a convolution, or a larger op that is made of products: it does much more than touch each element."""
     if node.op.name.startswith("conv"):
         return True
-    if node.op.kind is Kind.WHOLE:
+    if node.op.kind is Kind.COMPOSITE:
         return flops(node) > MANY * sum(math.prod(x.shape) for x in (*(a.type for a in node.args), *node.types))
     return node.op.kind is Kind.CONTRACT

@@ -36,7 +36,7 @@ class Blanks:
         except ValueError:
             raise ValueError(f"{key} is {value!r}, not a number") from None
 
-    def whole(self, key: str, default: int | None = None, why: str = "not stated") -> int:
+    def integer(self, key: str, default: int | None = None, why: str = "not stated") -> int:
         found = self.number(key, default, why)
         if not math.isfinite(found) or found != int(found) or found < 1:
             raise ValueError(f"{key} is {found:g}, no whole number of at least 1")
@@ -72,15 +72,15 @@ class Blanks:
         """How many there are; the product of the degrees where only these are stated."""
         stated = [(self.cells.get(d) or "").strip() for d in degrees]
         if (self.cells.get(key) or "").strip() or not any(stated):
-            return self.whole(key)
-        return self.whole(key, math.prod(self.whole(d) for d, text in zip(degrees, stated, strict=True) if text), "the product of the degrees")
+            return self.integer(key)
+        return self.integer(key, math.prod(self.integer(d) for d, text in zip(degrees, stated, strict=True) if text), "the product of the degrees")
 
     def copies(self, key: str, gpus: int, others: int, some: bool = False) -> int:
         """Data parallelism: what is left of the devices. `some` of them may be left over."""
         if gpus % others and not some or gpus < others:
             raise ValueError(f"{others} devices of one copy do not divide {gpus}")
         rest = gpus // others
-        found = self.whole(key, rest, "what is left of the devices")
+        found = self.integer(key, rest, "what is left of the devices")
         if gpus % others:
             self.assumed["gpus"] = f"{rest * others} of {gpus} do the work"
         if found != rest:
@@ -90,7 +90,7 @@ class Blanks:
     def batch(self, key: str, dp: int, micro: int, pp: int) -> int:
         """Whole micro-batches; four for each stage where nothing is stated."""
         unit = dp * micro
-        found = self.whole(key, unit * (4 * pp if pp > 1 else 1), "not stated: four micro-batches a stage, one where there is one stage")
+        found = self.integer(key, unit * (4 * pp if pp > 1 else 1), "not stated: four micro-batches a stage, one where there is one stage")
         if found % unit:
             found = -(-found // unit) * unit
             self.assumed[key] = f"{found} (whole micro-batches)"
@@ -98,7 +98,7 @@ class Blanks:
 
     def heads(self, key: str, hidden: int, tp: int) -> int:
         """Heads of 128, or of 64; cut evenly by tp."""
-        found = self.whole(key, max(1, hidden // (128 if hidden % 128 == 0 else 64)), "heads of usual width")
+        found = self.integer(key, max(1, hidden // (128 if hidden % 128 == 0 else 64)), "heads of usual width")
         if found % tp:
             found = -(-found // tp) * tp
             self.assumed[key] = f"{found} (a multiple of tp)"
@@ -107,14 +107,14 @@ class Blanks:
     def sizes(self, layers: str, hidden: str, source: str) -> tuple[int, int]:
         """Layers and width; one that is blank follows from the other and the size the source names, at 12 x layers x width^2."""
         size = stated_size(source)
-        given = {key: self.whole(key) for key in (layers, hidden) if (self.cells.get(key) or "").strip()}
+        given = {key: self.integer(key) for key in (layers, hidden) if (self.cells.get(key) or "").strip()}
         if len(given) < 2 and size is None:
             raise ValueError(f"{layers if layers not in given else hidden} is blank and no size is named")
         if hidden not in given:
             wide = (size / 12 / given[layers]) ** 0.5 if layers in given else (size * 128 / 12) ** (1 / 3)  # type: ignore[operator]
-            given[hidden] = self.whole(hidden, max(128, round(wide / 128) * 128), f"for a size of {size:.3g}")
+            given[hidden] = self.integer(hidden, max(128, round(wide / 128) * 128), f"for a size of {size:.3g}")
         if layers not in given:
-            given[layers] = self.whole(layers, max(1, round(size / 12 / given[hidden] ** 2)), f"for a size of {size:.3g}")  # type: ignore[operator]
+            given[layers] = self.integer(layers, max(1, round(size / 12 / given[hidden] ** 2)), f"for a size of {size:.3g}")  # type: ignore[operator]
         return given[layers], given[hidden]
 
 

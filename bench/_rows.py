@@ -100,11 +100,11 @@ def _case(cells: Cells, case: str) -> str:
 
 def _iteration(cells: Cells, case: str) -> Row:
     b = Blanks(cells, {"kernels": "Megatron of 2021: scores in memory, fused pointwise, fp16"})
-    tp, pp = b.whole("tensor parallelism", 1), b.whole("pipeline parallelism", 1)
+    tp, pp = b.integer("tensor parallelism", 1), b.integer("pipeline parallelism", 1)
     gpus = b.devices("# GPUs", ("tensor parallelism", "pipeline parallelism", "data parallelism"))
     layers, hidden = b.sizes("# layers", "hidden size", f"{cells.get('Parameters (billion)') or ''}B")
-    micro, dp = b.whole("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
-    shape = Counted(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.whole("sequence length", 2048), dropout=True)
+    micro, dp = b.integer("micro batch", 1), b.copies("data parallelism", gpus, tp * pp)
+    shape = Counted(layers, hidden, b.heads("attention heads", hidden, tp), WORDS, b.integer("sequence length", 2048), dropout=True)
     setting = Setting.counted(b.batch("global batch", dp, micro, pp), micro, dp, tp, pp, **CLASSIC)
     profile = _iterated_on(b, gpus)
     if gpus > profile.node_size:
@@ -158,7 +158,7 @@ def _measured_with_memory(cells: Cells, case: str) -> Row:
     if kinds != {"GH-96"}:
         raise WeftError("devices of this row are not described", needed="GH-96 alone", found=cells["gpus_by_kind"])
     b = Blanks(cells, {"kernels": "Megatron-DeepSpeed: scores in memory, tf32", "dropout": "none: two more copies of the scores would not fit what was held"})
-    n = {k: b.whole(k) for k in ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "dp", "micro_batch", "global_batch", "gpus")}
+    n = {k: b.integer(k) for k in ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "dp", "micro_batch", "global_batch", "gpus")}
     stages = [int(x) for x in cells["layers_per_stage"].split("|")]
     stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1  # embedding and head count as a layer each
     shape = Counted(n["layers"], n["hidden"], n["heads"], n["vocab"], n["seq"])
@@ -185,12 +185,12 @@ def _published(cells: Cells, case: str) -> Row:
     profile = _with_network(profile, b.rate("network_gbps_per_gpu", _usual(profile), "usual for this device"))
     if "precision_recipe" not in cells and modern:
         profile = _of_its_time(profile, b.assumed)
-    gpus, tp = b.devices("gpus", ("tp", "pp", "dp", "cp")), b.whole("tp", 1)
+    gpus, tp = b.devices("gpus", ("tp", "pp", "dp", "cp")), b.integer("tp", 1)
     layers, hidden = b.sizes("layers", "hidden", source)
     heads = b.heads("heads", hidden, tp)
-    kv, ffn = b.whole("kv_heads", heads), b.whole("ffn", 4 * hidden)
-    vocab, seq = b.whole("vocab", 51200, "Megatron's padded GPT-2 words"), b.whole("seq", 4096 if modern else 2048, "usual of its time")
-    shape = Counted(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.whole("head_dim", hidden // heads))
+    kv, ffn = b.integer("kv_heads", heads), b.integer("ffn", 4 * hidden)
+    vocab, seq = b.integer("vocab", 51200, "Megatron's padded GPT-2 words"), b.integer("seq", 4096 if modern else 2048, "usual of its time")
+    shape = Counted(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.integer("head_dim", hidden // heads))
     shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
     if "hybrid" in (cells.get("attention") or ""):
         shape = hybrid(shape, cells["attention"], *(int(b.number(key, 0)) for key in ("shared_expert_ffn", "mtp_layers")))
@@ -207,7 +207,7 @@ def _published(cells: Cells, case: str) -> Row:
 
 
 def _with_experts(b: Blanks, shape: Counted) -> Counted:
-    more = {"experts": b.whole("experts"), "chosen": b.whole("experts_per_token", 2), "ffn": b.whole("expert_ffn", shape.inner)}
+    more = {"experts": b.integer("experts"), "chosen": b.integer("experts_per_token", 2), "ffn": b.integer("expert_ffn", shape.inner)}
     return Sized(**dataclasses.asdict(shape) | more | {"gated": True, "rotary": True, "tied": False})
 
 
@@ -297,12 +297,12 @@ def _device(text: str, assumed: dict[str, str]) -> Profile:
 
 def _setting(b: Blanks, dtype: str, shape: Counted, profile: Profile, gpus: int) -> Setting:
     cells, assumed, modern = b.cells, b.assumed, dtype != "fp16"
-    tp, pp, cp = b.whole("tp", 1), b.whole("pp", 1), b.whole("cp", 1)
-    dp, micro = b.copies("dp", gpus, tp * pp * cp, some=True), b.whole("micro_batch", 1)
+    tp, pp, cp = b.integer("tp", 1), b.integer("pp", 1), b.integer("cp", 1)
+    dp, micro = b.copies("dp", gpus, tp * pp * cp, some=True), b.integer("micro_batch", 1)
     batch = b.batch("global_batch", dp, micro, pp)
     zero = b.text("zero", "1" if modern and dp > 1 else "0", "usual of its time")
     virtual = _virtual(b, shape.layers, pp) if pp > 1 else 1
-    ep = math.gcd(b.whole("ep", 1), dp) if shape.experts else 1
+    ep = math.gcd(b.integer("ep", 1), dp) if shape.experts else 1
     setting = Setting.counted(
         batch, micro, dp, tp, pp, cp, ep, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
         zero=_zero(zero), keep_gathered="without reshard" in zero.lower(),

@@ -21,7 +21,7 @@ from weft.plan.assignment.budget import Budget
 from weft.plan.assignment.problem import Floats, Ints, Problem, offsets, summed
 from weft.plan.assignment.search import Choice, better
 
-WHOLE = 1e-6
+INTEGRAL = 1e-6
 CUTS = 10  # times added at once, spread over all
 STEPS_PER_NODE = 20  # simplex iterations that a node of the search tree takes, or so
 WORK_PER_ITERATION = 2.0  # of a simplex iteration, for each column
@@ -126,7 +126,7 @@ class _HighsModel:
 
     def _cut(self, usage: Floats) -> int:
         """Add rows for the times most overrun, some way apart; how many were added."""
-        over = usage - self.p.limit * (1 + WHOLE)
+        over = usage - self.p.limit * (1 + INTEGRAL)
         added: list[int] = []
         for t in np.argsort(-over, kind="stable")[: int((over > 0).sum())]:
             if t not in self.seen and all(abs(t - s) > self.p.times // 50 for s in added):
@@ -146,7 +146,7 @@ class _HighsModel:
         self.seen.add(t)
 
     def integral_nodes(self) -> NDArray[np.bool_]:
-        return np.maximum.reduceat(self.x, self.p.c_at[:-1]) > 1 - WHOLE
+        return np.maximum.reduceat(self.x, self.p.c_at[:-1]) > 1 - INTEGRAL
 
     def is_integral(self) -> bool:
         optimal = self.h.getModelStatus() == self.hp.HighsModelStatus.kOptimal

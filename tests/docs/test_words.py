@@ -55,7 +55,7 @@ WANTED = (
     "data-parallel", "tensor parallelism", "sequence parallel", "context parallelism", "expert parallelism", "Ulysses", "FSDP", "ZeRO", "DeviceMesh", "DTensor",
     "safetensors", "torch.distributed.checkpoint", "NaN or Inf", "matmul", "Pareto front", "global batch", "MFU", "CUDA graph",
 )  # fmt: skip
-CODE = ("tl.load(", "Kind.WHOLE", ", whole=")  # in strings that are code
+CODE = ("tl.load(", "Kind.COMPOSITE")  # in strings that are code
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -116,9 +116,9 @@ def test_a_new_op_passes_rules_that_ask_nothing_of_it() -> None:
     from weft.ops.registry import Equation
 
     def equation(types, attrs):
-        return Equation((("i", "j"),), (("i", "j"),), whole=frozenset("j"))
+        return Equation((("i", "j"),), (("i", "j"),), unsharded=frozenset("j"))
 
-    op = define("rowwise", kind=Kind.WHOLE, equation=equation, run=lambda x: x.cumsum(1))
+    op = define("rowwise", kind=Kind.COMPOSITE, equation=equation, run=lambda x: x.cumsum(1))
     try:
         p = trace(lambda x: op(weft.all_gather(x, "m")), Mesh(m=2), x=f64(4, 4, m=S(0)))
         q = reached(p, lambda q: q.nodes[-1].op.name == "all_gather" and q.nodes[-1].args[0].op is op)

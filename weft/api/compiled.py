@@ -225,7 +225,7 @@ def plan_of(call: Call, coords: Mapping[str, int]) -> Plan:
         spread = {slot.name for slot in call.kernel.slots if slot.spread}
         uses = []
         for slot, p in part.places.items():
-            role = "shared" if p.role == "whole" and slot in spread else p.role
+            role = "shared" if p.role == "full" and slot in spread else p.role
             value = -1 if role == "index" else (results if p.node in results else arguments)[p.node]
             uses.append(Use(slot, role, value, p.offsets))
         named = tuple((name, arguments[n]) for name, n in part.scalars.items())

@@ -129,7 +129,7 @@ class OptimizerState:
         self.remember()
 
     def remember(self) -> None:
-        self.whole, self.tensors = self.optimizer.state, self._now()
+        self.optimizer_state, self.tensors = self.optimizer.state, self._now()
         self.versions = [t._version for t in self.tensors]
 
     def _now(self) -> list[Tensor]:
@@ -137,7 +137,7 @@ class OptimizerState:
 
     def written(self) -> bool:
         """Whether another was loaded, or this one changed."""
-        if self.optimizer.state is not self.whole or [t._version for t in self.tensors] != self.versions:
+        if self.optimizer.state is not self.optimizer_state or [t._version for t in self.tensors] != self.versions:
             return True
-        now = self._now() if self.whole else []
+        now = self._now() if self.optimizer_state else []
         return len(now) != len(self.tensors) or any(a is not b for a, b in zip(now, self.tensors, strict=True))

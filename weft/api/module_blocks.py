@@ -136,7 +136,7 @@ class ModuleBlocks:
     def _chosen(self, calls: Iterable[ModuleCall]) -> Iterator[ModuleBlock]:
         """The largest calls that can be run by themselves and afforded; of a model without values none that is made of others and exceeds a share."""
         for call in calls:
-            block = self._block(call) if call.whole else None
+            block = self._block(call) if call.complete else None
             if block is not None and self._affordable(block):
                 yield block
             else:

@@ -227,16 +227,16 @@ def _group(group: Any, where: str) -> Nodes:
     if not isinstance(group, Mapping) or not isinstance(group.get("kind"), str) or set(group) - {"kind", *known}:
         raise ClusterError(f"a group of {where} cannot be read", needed=f"kind, and any of {', '.join(known)}", found=str(group))
     for key in set(group) & {"nodes", "devices"}:
-        _positive(where, key, group[key], whole=True)
+        _positive(where, key, group[key], integer=True)
     if "network_gbps_per_device" in group:
         _positive(where, "network_gbps_per_device", group["network_gbps_per_device"])
     return _nodes(group.get("nodes", 1), group.get("devices"), group["kind"], group.get("network_gbps_per_device"))
 
 
-def _positive(where: str, key: str, value: Any, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
+def _positive(where: str, key: str, value: Any, integer: bool = False) -> None:
+    kinds = (int,) if integer else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-        needed = "an integer of 1 or more" if whole else "a number above 0"
+        needed = "an integer of 1 or more" if integer else "a number above 0"
         raise ClusterError(f"{key} of {where} cannot be {value!r}", needed=needed, found=repr(value))
 
 
@@ -244,7 +244,7 @@ def _under_spine(group: Nodes, spine: Any, where: str) -> Nodes:
     """Nodes whose network reaches `devices` of them at its own rate and all others through a slower spine."""
     if not isinstance(spine, Mapping) or set(spine) != {"devices", "gbps_per_device"}:
         raise ClusterError(f"the spine of {where} cannot be read", needed="spine: {devices: 256, gbps_per_device: 100}", found=str(spine))
-    _positive(where, "devices of the spine", spine["devices"], whole=True)
+    _positive(where, "devices of the spine", spine["devices"], integer=True)
     _positive(where, "gbps_per_device of the spine", spine["gbps_per_device"])
     if spine["devices"] % group.size:
         raise ClusterError(f"the spine of {where} shards nodes", needed=f"devices: a multiple of {group.size}", found=str(spine["devices"]))

@@ -52,7 +52,7 @@ class Chunked:
     program: Program
     chunks: int
     sharded: dict[Node, tuple[int, int]]  # inputs that come in chunks
-    whole: tuple[Node, ...]
+    full: tuple[Node, ...]
     joins: dict[Node, tuple[int, int]]
     origin: dict[Node, Node]  # a chunk's node and the group's node it is a chunk of
     hows: dict[Node, tuple[int, int]]  # of the group's nodes: dim and slices side by side

@@ -196,9 +196,9 @@ class _Lowering:
 class _Component:
     """One tensor's formulas as expressions over slots named in order of use."""
 
-    def __init__(self, full: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
-        self.whole, self.nodes, self.outputs, self.names = full, set(nodes), outputs, names
-        self.number = full.home[nodes[0]]
+    def __init__(self, lowering: _Lowering, nodes: list[Node], outputs: list[Node], names: list[str] | None = None) -> None:
+        self.lowering, self.nodes, self.outputs, self.names = lowering, set(nodes), outputs, names
+        self.number = lowering.home[nodes[0]]
         self.values: dict[Node, Value] = {}
         self.slots: dict[tuple[Node, str], Slot] = {}
         self.scalars: dict[str, Node] = {}
@@ -208,10 +208,10 @@ class _Component:
 
     def lower(self) -> _Component:
         self.domain = self._domain()
-        self.rows = Rows(self.domain, self.whole.axis, self.whole.coords)
+        self.rows = Rows(self.domain, self.lowering.axis, self.lowering.coords)
         for n in self.outputs:
             self.stores.append(self._store(n))
-        self.numbers = [(n, self.value(n)) for n in self.whole.numbers[self.number]]
+        self.numbers = [(n, self.value(n)) for n in self.lowering.numbers[self.number]]
         self.signature = (tuple(self.stores), tuple(v for _, v in self.numbers))
         return self
 
@@ -222,7 +222,7 @@ class _Component:
         layouts = {self._stored(n).type.layout for n in self.outputs}
         if len(layouts) != 1:
             raise NotFusable(
-                f"group {self.whole.group.name} works on differently held tensors", needed="one layout", found=", ".join(map(str, layouts))
+                f"group {self.lowering.group.name} works on tensors of several layouts", needed="one layout", found=", ".join(map(str, layouts))
             )
         return layouts.pop()
 
@@ -232,24 +232,24 @@ class _Component:
     def _store(self, n: Node) -> tuple[Slot, Value]:
         value = self.value(self._stored(n))
         if collective(n) == "all_gather":
-            reused = self._donated(n, "whole")
+            reused = self._donated(n, "full")
             slot = reused or self.slot(n, "gathered", spread=True)
             return (slot, value)
         return (self._donated(n, "own") or self.slot(n, "out"), value)
 
     def _donated(self, n: Node, role: str) -> Slot | None:
         """The slot of the input whose next value this is, if it may be overwritten."""
-        program = self.whole.program
+        program = self.lowering.program
         becomes = next((program.next_of[o] for o in program.outputs_of(n) if o in program.next_of), None)
-        if becomes is None or not self.whole.donate:
+        if becomes is None or not self.lowering.donate:
             return None
         old = self.reused[n] = program.input_names[becomes]
-        return self.slot(old, role, spread=role == "whole")
+        return self.slot(old, role, spread=role == "full")
 
     def slot(self, node: Node, role: str, *, spread: bool = False) -> Slot:
         key = (node, role)
         if key not in self.slots:
-            terms, spent = role == "terms", node.attr("name") in self.whole.spend
+            terms, spent = role == "terms", node.attr("name") in self.lowering.spend
             once = self.rows.is_once(node, role)
             name = self.names[len(self.slots)] if self.names else f"x{len(self.slots)}"
             numbers = role == "index"
@@ -275,12 +275,12 @@ class _Component:
 
     def _is_plain(self, n: Node) -> bool:
         """Whether a member is made from all its operands, each element by itself."""
-        return n in self.whole.members and n.op.kind is Kind.POINTWISE and n.op is not dropout_op and self._joined_totals(n) is None
+        return n in self.lowering.members and n.op.kind is Kind.POINTWISE and n.op is not dropout_op and self._joined_totals(n) is None
 
     def _lower(self, n: Node) -> Value:
         if n.op.is_number:
             return expr.const(n.attr("value"))
-        if n not in self.whole.members:
+        if n not in self.lowering.members:
             return self._outside(n)
         if collective(n):
             return self._communicated(n)
@@ -311,9 +311,9 @@ class _Component:
 
     def _slice_of(self, n: Node) -> Value:
         """This rank's slice of a value that it holds in full."""
-        if self.whole.axis is None or not isinstance(n.type.on(self.whole.axis), Replicated):
+        if self.lowering.axis is None or not isinstance(n.type.on(self.lowering.axis), Replicated):
             raise NotFusable("a tensor held in another way than the rest of its group", needed=str(self.domain), found=str(n.type))
-        return expr.load(self.slot(n, "whole", spread=self.whole.donate and n in self.whole.kept))
+        return expr.load(self.slot(n, "full", spread=self.lowering.donate and n in self.lowering.kept))
 
     def _communicated(self, n: Node) -> Value:
         (x,), name = operands(n), collective(n)
@@ -322,15 +322,15 @@ class _Component:
                 return self.value(x)  # a total is already over all ranks
             raise NotFusable(f"{name} of a scalar inside a fused group", needed="all_reduce of a sum", found=str(x.type))
         if name in ("reduce_scatter", "all_reduce"):
-            op = x.type.on(self.whole.axis or "").op
-            x = _skip_widening(x, self.whole.members)
-            if x in self.whole.members:
+            op = x.type.on(self.lowering.axis or "").op
+            x = _skip_widening(x, self.lowering.members)
+            if x in self.lowering.members:
                 raise NotFusable(
                     f"{name} of a value made in the same group", needed="its terms in memory before the group starts", found=x.op.name
                 )
             return expr.reduce(self.slot(x, "terms"), op)
         if name == "slice":
-            if x in self.whole.members:
+            if x in self.lowering.members:
                 raise NotFusable(
                     "slice of a value made in the same group", needed="the full value in memory before the group starts", found=x.op.name
                 )
@@ -357,23 +357,23 @@ class _Component:
         x = n.args[0]
         if is_scalar(x):
             return self.value(x)
-        if x not in self.nodes and x in self.whole.members:
+        if x not in self.nodes and x in self.lowering.members:
             raise NotFusable("a total of another tensor's values", needed="totals of this tensor, or one total over all", found=n.op.name)
         return self._once(expr.total(self.value(x), REDUCES[n.op.name]))
 
     def _once(self, total: Value) -> Value:
         """A total over all ranks' slices; of what every rank holds in full, a sum has counted it once for each rank."""
-        axis = self.whole.axis
+        axis = self.lowering.axis
         if axis is None or isinstance(self.domain.placement(axis), S) or total.name != "sum":
             return total
         return total * (1.0 / self.domain.mesh.size(axis))
 
     def _joined_totals(self, n: Node) -> dict[int, Node] | None:
-        return self.whole.joined(n) if n.op.name in JOINS and is_scalar(n) else None
+        return self.lowering.joined(n) if n.op.name in JOINS and is_scalar(n) else None
 
     def _joined(self, of: dict[int, Node], op: str) -> Value:
         """A sum of every part's total is one total over all rows."""
-        self.whole.shares_totals = True
+        self.lowering.shares_totals = True
         return self._once(expr.total(self.value(of[self.number]), op, over_rows=True))
 
     # -- where it lives --------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def tails(program: Program) -> tuple[set[Node], set[Node]]:
 
 def _is_work(n: Node) -> bool:
     """Matmuls and ops kept in one piece; updates are no more than a sweep over memory."""
-    return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.WHOLE and n.op.unfold is None
+    return n.op.kind is Kind.CONTRACT or n.op.kind is Kind.COMPOSITE and n.op.unfold is None
 
 
 def _after_results(program: Program) -> set[Node]:

@@ -13,7 +13,7 @@ from weft.core.errors import KernelError
 from weft.core.layout import Layout
 from weft.core.node import Node
 
-WHOLE = ("terms", "whole", "gathered")  # replicated, of which the slice is used
+REPLICATED = ("terms", "full", "gathered")  # replicated, of which the slice is used
 
 
 class NotFusable(KernelError):
@@ -70,7 +70,7 @@ class Rows:
         if role == "index":
             cut_dims = [d for d, (here, all_) in enumerate(zip(self.largest, self.domain.shape, strict=True)) if here != all_]
             return max(cut_dims, default=0)
-        if role in WHOLE:
+        if role in REPLICATED:
             shard = self.domain.where_sharded(self.axis or "")
             return 0 if shard is None or math.prod(stored[: shard[0]]) == 1 else shard[0]
         if stored == self.largest:
@@ -88,7 +88,7 @@ class Rows:
     def _starts(self, node: Node, role: str) -> list[int]:
         """Along each dim, how far into the tensor this rank's slice begins."""
         starts = [0] * len(self.local)
-        for d in range(len(self.local)) if role in WHOLE else ():
+        for d in range(len(self.local)) if role in REPLICATED else ():
             here, there = self.domain.positions(d, self.coords), node.type.layout.positions(d, self.coords)
             starts[d] = int((there < here[0]).sum()) if len(here) else 0
             if len(here) and int(here[-1] - here[0]) + 1 != len(here):

@@ -232,7 +232,7 @@ class _Writer:
         inner = _Writer(rank_program(chunked.program, chunked.program.mesh.rank(self.at)), f"{block.group.name}_", chunked)
         names = dict(zip(block.inputs, chunked.program.inputs, strict=True))
         sharded = [n for n in chunked.sharded if n.types[0].layout.present(self.at)]
-        full = [n for n in chunked.whole if n.types[0].layout.present(self.at)]
+        full = [n for n in chunked.full if n.types[0].layout.present(self.at)]
         params = ", ".join(inner.var[names[n]] for n in [*sharded, *full])
         self.line(f"def {block.group.name}(chunk{', ' if params else ''}{params}):  # one of {chunked.chunks} chunks")
         for text in inner.body():

@@ -86,7 +86,7 @@ class Kind(enum.Enum):
     REDUCE = "reduces dims of one operand"
     CONTRACT = "multiplies and sums"
     VIEW = "only renames elements"
-    WHOLE = "a larger computation kept in one piece"
+    COMPOSITE = "a larger computation kept in one piece"
     COMM = "changes the layout, never the value"
 
 
@@ -132,7 +132,7 @@ class Op:
     pieces: Function = None  # of another op done piece by piece: that op's node, the pieces of every label, and bytes moved to cut and join them
     transcendental: bool = False  # whether elements go through exp, a logarithm and the like, or are drawn: more than they take to be moved
     approximated: bool = False  # whether libraries approximate it, so that its last bits depend on where an element stands in a vector
-    adds_nothing: bool = False  # of an op of a tensor as a whole: no sum in it has an order
+    adds_nothing: bool = False  # of an op of a tensor taken as one: no sum in it has an order
     is_input: bool = False  # a value given from outside, by `name`
     is_number: bool = False  # one number, `value`
     is_item: bool = False  # one of the values of its operand, by `index`

@@ -116,7 +116,7 @@ class Maybe:
             yield from self.of.misfits(value, path)
 
 
-def whole(low: int = 0, high: int = MOST) -> Kind:
+def integer(low: int = 0, high: int = MOST) -> Kind:
     return Kind(f"an integer of {low} to {high:,}", lambda x: type(x) is int and low <= x <= high)
 
 

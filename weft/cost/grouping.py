@@ -63,7 +63,7 @@ class Kernels:
         return [tuple(chain) for chain in order if chain]
 
     def _may_join(self, n: Node) -> bool:
-        if self.style == CLASSIC and (n.op.kind is Kind.WHOLE or n.op is add and n not in self.ahead):
+        if self.style == CLASSIC and (n.op.kind is Kind.COMPOSITE or n.op is add and n not in self.ahead):
             return False
         return self.moves(n) and self.style != EAGER
 
@@ -93,7 +93,7 @@ class Kernels:
     def _moves(self, n: Node) -> bool:
         if n.op.kind in (Kind.POINTWISE, Kind.VIEW, Kind.SOURCE):
             return not self._work.is_done_by_matmul(n)
-        if n.op.kind is not Kind.WHOLE:
+        if n.op.kind is not Kind.COMPOSITE:
             return False
         size = sum(math.prod(t.layout.largest_local) for t in (*n.types, *(t for a in n.args for t in a.types)))
         floats = all(t.dtype.is_floating_point for a in n.args[:1] for t in a.types)
@@ -161,7 +161,7 @@ class Kernels:
     def _unfused(self, n: Node) -> Iterator[Op]:
         """One op as that system ran it: losses step by step, masks of what a lookup finds in its slice, gradients of the weights of norms
         by two kernels that read all again."""
-        ahead, full = n in self.ahead, n.op.kind is Kind.WHOLE
+        ahead, full = n in self.ahead, n.op.kind is Kind.COMPOSITE
         if full and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
             yield MemoryBound(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
             return

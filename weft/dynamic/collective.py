@@ -44,8 +44,8 @@ class Exchange:
             return comm.reduce_scatter(x, self.group, op, span=span, mine=part.mine, shape=shape).wait()  # type: ignore[no-any-return]
         if self.kind == "slice":
             return self._mine(x, shape)
-        part, whole = local_shape_of(self.have, self.axis, dict(self.at)), self.have.uncut(self.axis)
-        full = shape if self.kind == "all_gather" else _of_rows(whole.local_shape(dict(self.at)))
+        part, joined = local_shape_of(self.have, self.axis, dict(self.at)), self.have.uncut(self.axis)
+        full = shape if self.kind == "all_gather" else _of_rows(joined.local_shape(dict(self.at)))
         gathered = comm.all_gather(x, self.group, span=(-1, part.mine, part.after), full=part.full, shape=full).wait()
         return gathered if self.kind == "all_gather" else self._mine(gathered, shape)
 
@@ -82,6 +82,6 @@ def key(node: Node, at: Mapping[str, int], groups: Groups) -> int:
 
 
 exchange = define(
-    "exchange", kind=Kind.WHOLE, infer=lambda types, attrs: Type(types[0].dtype, Layout.of(types[0].mesh, attrs["shape"])),
+    "exchange", kind=Kind.COMPOSITE, infer=lambda types, attrs: Type(types[0].dtype, Layout.of(types[0].mesh, attrs["shape"])),
     run=lambda x, key, shape: _KNOWN[key].run(x, shape), doc="a collective seen from one rank, by the number it is known under",
 )  # fmt: skip

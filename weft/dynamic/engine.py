@@ -85,11 +85,11 @@ class Batch:
         self._bind(FORWARD)
         for k, frame in self.frames.items():
             self._pull(frame, k in self.layout.gaps)
-            frame.whole("weights")
-            frame.whole("eager")
+            frame.run_all_rows("weights")
+            frame.run_all_rows("eager")
         self._rounds("rounds")
         for frame in self.frames.values():
-            frame.whole("late")
+            frame.run_all_rows("late")
         if self.plan.backward:
             self._bind(BACKWARD)
         return [self._full_buffer(home).index_select(0, self.wanted[name]) for name, home in self.plan.outputs.items()]
@@ -107,10 +107,10 @@ class Batch:
             self._full_buffer(Home("push", (name,), "row", home.shape, home.dtype)).zero_().index_add_(0, self.wanted[name], grad)
         for frame in self.frames.values():
             self._clear_messages(frame)
-            frame.whole("before")
+            frame.run_all_rows("before")
         self._rounds("back")
         for frame in self.frames.values():
-            frame.whole("after")
+            frame.run_all_rows("after")
 
     def _rounds(self, phase: str) -> None:
         """Round by round; backwards the other way round."""

@@ -66,7 +66,7 @@ class Frame:
             steps = self._bound[phase] = [*map(self._bind, self.cell.steps[phase]), *copies]
         return steps
 
-    def whole(self, phase: str) -> None:
+    def run_all_rows(self, phase: str) -> None:
         """A phase on all rows of the class."""
         if self.block.count or phase == "weights":
             self.run(phase, self.span)

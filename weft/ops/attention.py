@@ -76,7 +76,7 @@ def _forward_equation(types: Types, attrs: Attrs) -> Equation:
     blocks = len(types[1].shape) == 5
     q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
     mask = (_mask_labels(types, 3, blocks),) if len(types) > 3 else ()
-    return Equation((q, k, v, *mask, *seed), (out, lse), whole=frozenset("tde"))
+    return Equation((q, k, v, *mask, *seed), (out, lse), unsharded=frozenset("tde"))
 
 
 def _forward_dtype(types: Types, attrs: Attrs) -> tuple[torch.dtype, torch.dtype]:
@@ -101,7 +101,7 @@ def _backward_equation(first: str, results: Any) -> Any:
         q, k, v, out, lse = _labels(blocks, "bgrsd", "bgntd", "bgnte", "bgrsne", "bgrsn")
         mask = _mask_labels(types, at + 5, blocks) if len(types) > at + 5 else ()
         ins = (*cts, q, k, v, out, lse, *((mask,) if mask else ()), *seed)
-        return Equation(ins, results(q, k, v, mask), whole=frozenset("tde"))
+        return Equation(ins, results(q, k, v, mask), unsharded=frozenset("tde"))
 
     return equation
 
@@ -265,7 +265,7 @@ def _define_backward(name: str, first: str, results: Any, finish: Any, dtype: in
 
     return define(
         name,
-        kind=Kind.WHOLE,
+        kind=Kind.COMPOSITE,
         equation=_backward_equation(first, results),
         run=lambda *xs, **attrs: run(None, xs, attrs),
         local=lambda ctx, *xs, **attrs: run(_local_places(ctx, cts), xs, attrs),
@@ -308,7 +308,7 @@ def _normal(attrs: Attrs) -> Attrs:
 
 attention_op = define(
     "attention",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_forward_equation,
     run=lambda q, k, v, *rest, **attrs: _forward(None, q, k, v, rest, attrs),
     local=lambda ctx, q, k, v, *rest, **attrs: _forward(_local_places(ctx, 0), q, k, v, rest, attrs),

@@ -56,25 +56,25 @@ def _labels(types: Types, *operands: str) -> tuple[tuple[str, ...], ...]:
 
 
 IMAGE, KERNEL, RESULT = "n g c h w", "g o c kh kw", "n g o y x"
-WHOLE = frozenset({"h", "w", "kh", "kw", "y", "x"})
+UNSHARDED = frozenset({"h", "w", "kh", "kw", "y", "x"})
 
 
 def _conv_equation(types: Types, attrs: Attrs) -> Equation:
     x, w, y = _labels(types, IMAGE, KERNEL, RESULT)
     sizes = zip(("y", "x"), _places(types[0].shape[-2:], types[1].shape[-2:], attrs), strict=True)
-    return Equation((x, w), (y,), whole=WHOLE, sizes=dict(sizes))
+    return Equation((x, w), (y,), unsharded=UNSHARDED, sizes=dict(sizes))
 
 
 def _input_grad_equation(types: Types, attrs: Attrs) -> Equation:
     y, w, x = _labels(types, RESULT, KERNEL, IMAGE)
     _require_places(attrs["size"], types[1].shape[-2:], types[0].shape[-2:], attrs)
-    return Equation((y, w), (x,), whole=WHOLE, sizes=dict(zip(("h", "w"), attrs["size"], strict=True)))
+    return Equation((y, w), (x,), unsharded=UNSHARDED, sizes=dict(zip(("h", "w"), attrs["size"], strict=True)))
 
 
 def _weight_grad_equation(types: Types, attrs: Attrs) -> Equation:
     x, y, w = _labels(types, IMAGE, RESULT, KERNEL)
     _require_places(types[0].shape[-2:], attrs["kernel"], types[1].shape[-2:], attrs)
-    return Equation((x, y), (w,), whole=WHOLE, sizes=dict(zip(("kh", "kw"), attrs["kernel"], strict=True)))
+    return Equation((x, y), (w,), unsharded=UNSHARDED, sizes=dict(zip(("kh", "kw"), attrs["kernel"], strict=True)))
 
 
 def _require_places(size: Any, kernel: Any, found: Any, attrs: Attrs) -> None:
@@ -179,7 +179,7 @@ def _work(image: Node, kernel: Pair, result: Node) -> float:
 
 _conv2d: Op = define(
     "conv2d",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_conv_equation,
     run=_conv,
     linear=Linear.EACH,
@@ -193,7 +193,7 @@ _conv2d: Op = define(
 
 conv2d_input_grad: Op = define(
     "conv2d_input_grad",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_input_grad_equation,
     run=_input_grad,
     linear=Linear.EACH,
@@ -207,7 +207,7 @@ conv2d_input_grad: Op = define(
 
 conv2d_weight_grad: Op = define(
     "conv2d_weight_grad",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_weight_grad_equation,
     run=_weight_grad,
     linear=Linear.EACH,

@@ -27,11 +27,11 @@ _by_name: dict[str, _Rule] = {}
 
 
 def with_gradient(
-    name: str, value: Node, operands: Sequence[Node], ct: Node, gradients: Sequence[Node | None], call: int, full: bool = False
+    name: str, value: Node, operands: Sequence[Node], ct: Node, gradients: Sequence[Node | None], call: int, complete: bool = False
 ) -> Node:
     """The value, the gradients of whose operands are these, made over `ct`; what else they read is kept for them.
 
-    No two calls are one node, since what is made of a sum of cotangents need not be the sum. `full` says that all that reads the value reads it here.
+    No two calls are one node, since what is made of a sum of cotangents need not be the sum. `complete` says that all that reads the value reads it here.
     """
     moving = [g for g in gradients if g is not None]
     after: set[Node] = set()
@@ -45,7 +45,7 @@ def with_gradient(
     rule = _Rule(stands[ct], tuple(stands[a] for a in read), tuple(None if g is None else made[g] for g in gradients))
     known = _rules.setdefault((name, rule), f"{name}.{len(_rules)}")
     _by_name[known] = rule
-    return make(own_gradient, (value, *operands, *read), {"rule": known, "operands": len(operands), "call": call, "whole": full})
+    return make(own_gradient, (value, *operands, *read), {"rule": known, "operands": len(operands), "call": call, "complete": complete})
 
 
 def rule_of(n: Node) -> _Rule:

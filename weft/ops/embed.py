@@ -99,7 +99,7 @@ def _is_sharded(type_: Type, dim: int) -> bool:
 
 take_op = define(
     "take",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_take_equation,
     run=_take_run,
     local=_take_local,
@@ -149,7 +149,7 @@ def _put_run(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, dim: int)
 
 put_op = define(
     "put",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_put_equation,
     run=_put_run,
     dtype=_first,
@@ -211,7 +211,7 @@ def _gather_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) ->
 
 _gather = define(
     "gather",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_gather_equation,
     run=lambda x, index, dim: torch.gather(x, dim, index.long()),
     local=_gather_local,
@@ -254,7 +254,7 @@ def _scatter_sum_run(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, d
 
 _scatter_sum = define(
     "scatter_sum",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_scatter_sum_equation,
     run=_scatter_sum_run,
     dtype=_first,
@@ -290,7 +290,7 @@ def _scatter_equation(types: Types, attrs: Attrs) -> Equation:
     rank = len(types[0].shape)
     dim = one_dim(attrs["dim"], rank)
     v, k = _labels(rank, dim, "v"), _labels(rank, dim, "k")
-    return Equation((v, k, k), (v,), whole=frozenset("k"))
+    return Equation((v, k, k), (v,), unsharded=frozenset("k"))
 
 
 def _scatter_dtype(types: Types, attrs: Attrs) -> torch.dtype:
@@ -310,7 +310,7 @@ def _scatter_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, src: torch.
 
 _scatter = define(
     "scatter",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_scatter_equation,
     run=lambda x, index, src, dim: torch.scatter(x, dim, index.long(), src),
     local=_scatter_local,

@@ -24,7 +24,7 @@ from weft.ops.registry import Equation, Kind, Local, Types, define
 from weft.ops.shape import item, narrow_op, reshape_op
 
 TOKENS, PICKS, UP, DOWN = ("t", "d"), ("t", "k"), ("e", "f", "d"), ("e", "d", "f")
-WHOLE = frozenset("dk")
+UNSHARDED = frozenset("dk")
 ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "silu": (F.silu, w.silu),
     "relu": (F.relu, w.relu),
@@ -44,7 +44,7 @@ def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
     """x, picks, weights, up, down and, for gated experts, gate -> like x."""
-    return Equation((TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)], (TOKENS,), whole=WHOLE)
+    return Equation((TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)], (TOKENS,), unsharded=UNSHARDED)
 
 
 def _through(stored: Tensor, x: Tensor, picks: Tensor, weights: Tensor, up: Tensor, down: Tensor, *gate: Tensor, act: str) -> Tensor:
@@ -76,7 +76,7 @@ def _back(stored: Tensor, ct: Tensor, *xs: Tensor, act: str) -> tuple[Tensor, ..
 
 def _back_equation(types: Types, attrs: Attrs) -> Equation:
     ins = (TOKENS, TOKENS, PICKS, PICKS, UP, DOWN, UP)[: len(types)]
-    return Equation(ins, (ins[1], *ins[3:]), whole=WHOLE)
+    return Equation(ins, (ins[1], *ins[3:]), unsharded=UNSHARDED)
 
 
 def _back_run(ct: Tensor, *xs: Tensor, act: str, sent: str = "", imbalance: float = 1.0) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ def _matmuls_of(n: Node, up: int) -> list[tuple[int, int, int, int]]:
 
 experts_backward = define(
     "experts_backward",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_back_equation,
     run=_back_run,
     local=lambda ctx, ct, *xs, act, sent="", imbalance=1.0: _back(ctx.positions(4, 0), ct, *xs, act=act),
@@ -126,7 +126,7 @@ def _local(ctx: Local, *xs: Tensor, act: str, sent: str = "", imbalance: float =
 
 experts = define(
     "experts",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_equation,
     run=_run,
     local=_local,

@@ -14,7 +14,7 @@ AS_IT_IS: dict[str, Any] = {
 }  # fmt: skip
 
 to_host = define("to_host", kind=Kind.VIEW, run=torch.clone, early=True, **AS_IT_IS, doc="leaves the device's memory")
-from_host = define("from_host", kind=Kind.WHOLE, run=torch.clone, **AS_IT_IS, doc="is on its way back", adds_nothing=True)
+from_host = define("from_host", kind=Kind.COMPOSITE, run=torch.clone, **AS_IT_IS, doc="is on its way back", adds_nothing=True)
 landed = define("landed", kind=Kind.VIEW, run=lambda x: x, **AS_IT_IS, doc="is there")
 
 COPIES = (to_host, from_host)

@@ -196,7 +196,7 @@ def _as_inner(*xs: Any, inner: str, leaves: Any, **attrs: Any) -> Any:
 
 by_leaves = define(
     "by_leaves",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     infer=_infer,
     run=lambda *xs, inner, leaves, **attrs: op_named(inner).run(*xs, **attrs),
     local=_local,

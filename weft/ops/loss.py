@@ -25,7 +25,7 @@ def _token_equation(types: Types, attrs: Attrs) -> Equation:
     if not types[0].shape:
         raise TypeMismatch("cross_entropy takes logits [..., v]", needed="a last dim of classes", found=str(types[0]), where=user_line())
     rows = tuple(f"d{i}" for i in range(len(types[0].shape) - 1))
-    return Equation(((*rows, "v"), rows), (rows,), whole=frozenset("v"))
+    return Equation(((*rows, "v"), rows), (rows,), unsharded=frozenset("v"))
 
 
 def _token_run(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _token_run(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothi
 
 def _back_equation(types: Types, attrs: Attrs) -> Equation:
     logits, rows = _token_equation(types[1:], attrs).ins
-    return Equation((rows, logits, rows), (logits,), whole=frozenset("v"))
+    return Equation((rows, logits, rows), (logits,), unsharded=frozenset("v"))
 
 
 def _back_run(ct: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _token_across(x: Node, target: Node, ignore_index: int, smoothing: float) ->
 
 _cross_entropy_backward = define(
     "cross_entropy_backward",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_back_equation,
     run=_back_run,
     dtype=lambda types, attrs: types[1].dtype,
@@ -102,7 +102,7 @@ _cross_entropy_backward = define(
 
 cross_entropy_op = define(
     "cross_entropy",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_token_equation,
     run=_token_run,
     dtype=lambda types, attrs: wide_dtype(types[0].dtype),

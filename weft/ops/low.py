@@ -100,7 +100,7 @@ def _split(x: Any, dims: Collection[int]) -> Any:
 def in_blocks(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
     """x in 8 bits, these dims as blocks x 128, and a scale for every block; what is gathered is made small before, as in `quantised`."""
     if x.op is all_gather and len(x.args) == 1:
-        with suppress(LayoutError, TypeMismatch):  # a shard that is no whole blocks is gathered first
+        with suppress(LayoutError, TypeMismatch):  # a shard that is no multiple of blocks is gathered first
             how, own = dict(x.attrs), x.args[0]
             if not own.layout.is_even:
                 raise LayoutError("shards that differ in size", needed="equal ones", found=str(own.type))

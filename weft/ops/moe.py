@@ -31,7 +31,7 @@ EACH_BUT_SLOTS = (frozenset({0}), frozenset({2}))
 
 def _slots_equation(types: Types, attrs: Attrs) -> Equation:
     need_index("expert_slots", types, 0)
-    return Equation((CHOICES,), (CHOICES,), whole=frozenset("tk"))
+    return Equation((CHOICES,), (CHOICES,), unsharded=frozenset("tk"))
 
 
 def _slots_run(choice: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def _slots_run(choice: torch.Tensor, experts: int, capacity: int) -> torch.Tenso
 
 
 _expert_slots = define(
-    "expert_slots", kind=Kind.WHOLE, equation=_slots_equation, run=_slots_run, flops=lambda n: n.attr("experts") * out_elements(n),
+    "expert_slots", kind=Kind.COMPOSITE, equation=_slots_equation, run=_slots_run, flops=lambda n: n.attr("experts") * out_elements(n),
     adds_nothing=True,
 )
 
@@ -115,7 +115,7 @@ def _reads_slots(name: str, equation: Any, run: Any, vjp: Any) -> Any:
     """An op that looks up slots: what is sharded along experts or places reads its own and leaves a partial sum."""
     return define(
         name,
-        kind=Kind.WHOLE,
+        kind=Kind.COMPOSITE,
         equation=equation,
         run=run,
         local=lambda ctx, y, slots, *more: run(y, _local_slots(ctx, slots), *more),
@@ -148,7 +148,7 @@ def _dots_vjp(n: Node, ct: Node) -> Any:
 
 _dispatch = define(
     "dispatch",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_dispatch_equation,
     run=_dispatch_run,
     dtype=lambda types, attrs: types[0].dtype,

@@ -51,7 +51,7 @@ def _along(name: str) -> Any:
         need_float(name, types)
         labels = tuple(f"d{i}" for i in range(len(types[0].shape)))
         dim = one_dim(attrs["dim"], len(labels))
-        return Equation((labels,) * len(types), (labels,), whole=frozenset({labels[dim]}))
+        return Equation((labels,) * len(types), (labels,), unsharded=frozenset({labels[dim]}))
 
     return equation
 
@@ -77,7 +77,7 @@ def _log_softmax_back(ct: Any, y: Any, dim: int) -> Any:
 
 
 def _backward_of(name: str, run: Any, written: Any) -> Any:
-    return define(name, kind=Kind.WHOLE, equation=_along(name), run=run, linear=Linear.FIRST, written=written, across=written, transcendental=True)
+    return define(name, kind=Kind.COMPOSITE, equation=_along(name), run=run, linear=Linear.FIRST, written=written, across=written, transcendental=True)
 
 
 _softmax_backward = _backward_of("softmax_backward", _softmax_backward_run, _softmax_back)
@@ -98,7 +98,7 @@ def _log_softmax_across(x: Any, dim: int) -> Any:
 
 _softmax = define(
     "softmax",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_along("softmax"),
     run=lambda x, dim: torch.softmax(x, dim),
     vjp=lambda n, ct: (_softmax_backward(ct, n, dim=n.attr("dim")),),
@@ -107,7 +107,7 @@ _softmax = define(
 )
 _log_softmax = define(
     "log_softmax",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_along("log_softmax"),
     run=lambda x, dim: torch.log_softmax(x, dim),
     vjp=lambda n, ct: (_log_softmax_backward(ct, n, dim=n.attr("dim")),),
@@ -149,7 +149,7 @@ def _norm_equation(name: str, most: int) -> Any:
             found = ", ".join(map(str, types))
             raise TypeMismatch(f"{name} takes [..., d] and at most {most} vectors [d]", needed="those", found=found, where=user_line())
         labels = _rows(len(types[0].shape))
-        return Equation((labels, *(("d",),) * (len(types) - 1)), (labels,), whole=frozenset("d"))
+        return Equation((labels, *(("d",),) * (len(types) - 1)), (labels,), unsharded=frozenset("d"))
 
     return equation
 
@@ -158,7 +158,7 @@ def _norm_backward_equation(types: Types, attrs: Attrs) -> Equation:
     """ct, x and the weight, if any -> dx, and what `outs` asks of dw and db, which are summed over the rows."""
     labels = _rows(len(types[0].shape))
     vectors = (("d",),) * (len(types) - 2)
-    return Equation((labels, labels, *vectors), (labels, *(("d",),) * attrs["vectors"]), whole=frozenset("d"))
+    return Equation((labels, labels, *vectors), (labels, *(("d",),) * attrs["vectors"]), unsharded=frozenset("d"))
 
 
 def _standard(x: torch.Tensor, eps: float, center: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +213,7 @@ def _norm(name: str, center: bool, most: int) -> Any:
     """A norm and its backward; the norm is linear in its vectors, the backward in the cotangent."""
     back = define(
         f"{name}_backward",
-        kind=Kind.WHOLE,
+        kind=Kind.COMPOSITE,
         equation=_norm_backward_equation,
         run=_norm_backward_run(center),
         linear=Linear.FIRST,
@@ -229,7 +229,7 @@ def _norm(name: str, center: bool, most: int) -> Any:
 
     return define(
         name,
-        kind=Kind.WHOLE,
+        kind=Kind.COMPOSITE,
         equation=_norm_equation(name, most),
         run=_norm_run(center),
         linear=(frozenset(range(1, 1 + most)),),

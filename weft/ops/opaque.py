@@ -109,7 +109,7 @@ def _opaque_vjp(n: Node, *cts: Node | None) -> Any:
 
 opaque = define(
     "opaque",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     infer=_opaque_infer,
     run=_opaque_run,
     vjp=_opaque_vjp,
@@ -156,7 +156,7 @@ def _opaque_grad_vjp(n: Node, *backs: Node) -> Any:
 
 opaque_grad = define(
     "opaque_grad",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     infer=_opaque_grad_infer,
     run=_opaque_grad_run,
     vjp=_opaque_grad_vjp,
@@ -182,7 +182,7 @@ def _recomputed_run(*tensors: torch.Tensor, target: str, call: Any, keys: Any, o
 
 
 opaque_grad_again = define(
-    "opaque_grad_again", kind=Kind.WHOLE, infer=_recomputed_infer, run=_recomputed_run, doc="The gradient of the gradient of an opaque op."
+    "opaque_grad_again", kind=Kind.COMPOSITE, infer=_recomputed_infer, run=_recomputed_run, doc="The gradient of the gradient of an opaque op."
 )
 
 

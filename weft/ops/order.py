@@ -19,7 +19,7 @@ def _labels(types: Types) -> tuple[str, ...]:
 
 def _same(types: Types, attrs: Attrs) -> Equation:
     labels = _labels(types)
-    return Equation((labels,), (labels,), whole=frozenset({labels[one_dim(attrs["dim"], len(labels))]}))
+    return Equation((labels,), (labels,), unsharded=frozenset({labels[one_dim(attrs["dim"], len(labels))]}))
 
 
 def _cumsum_run(x: torch.Tensor, dim: int, reverse: bool = False) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _cumsum_run(x: torch.Tensor, dim: int, reverse: bool = False) -> torch.Tenso
 
 _cumsum = define(
     "cumsum",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_same,
     run=_cumsum_run,
     linear=Linear.FIRST,
@@ -58,7 +58,7 @@ def _ordered_vjp(n: Node, ct: Node, _: Any) -> Any:
 
 def _sort_equation(types: Types, attrs: Attrs) -> Equation:
     eq = _same(types, attrs)
-    return Equation(eq.ins, eq.outs * 2, whole=eq.whole)
+    return Equation(eq.ins, eq.outs * 2, unsharded=eq.unsharded)
 
 
 def _sort_run(x: torch.Tensor, dim: int, descending: bool = False, stable: bool = True) -> Any:
@@ -66,7 +66,7 @@ def _sort_run(x: torch.Tensor, dim: int, descending: bool = False, stable: bool 
 
 
 sort_op = define(
-    "sort", kind=Kind.WHOLE, equation=_sort_equation, run=_sort_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
+    "sort", kind=Kind.COMPOSITE, equation=_sort_equation, run=_sort_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
     adds_nothing=True,
 )
 
@@ -82,7 +82,7 @@ def _topk_equation(types: Types, attrs: Attrs) -> Equation:
     if not 0 <= k <= types[0].shape[dim]:
         raise TypeMismatch("topk asks for more than there is", needed=f"k from 0 to {types[0].shape[dim]}", found=str(k), where=user_line())
     out = tuple("k" if i == dim else x for i, x in enumerate(labels))
-    return Equation((labels,), (out, out), whole=frozenset({labels[dim]}), sizes={"k": k})
+    return Equation((labels,), (out, out), unsharded=frozenset({labels[dim]}), sizes={"k": k})
 
 
 def _topk_run(x: torch.Tensor, k: int, dim: int, largest: bool = True, sorted: bool = True) -> Any:
@@ -94,7 +94,7 @@ def _topk_run(x: torch.Tensor, k: int, dim: int, largest: bool = True, sorted: b
 
 
 topk_op = define(
-    "topk", kind=Kind.WHOLE, equation=_topk_equation, run=_topk_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
+    "topk", kind=Kind.COMPOSITE, equation=_topk_equation, run=_topk_run, dtype=_value_and_index, vjp=_ordered_vjp, flops=out_elements,
     adds_nothing=True,
 )
 
@@ -108,12 +108,12 @@ def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tru
 def _argmax_equation(types: Types, attrs: Attrs) -> Equation:
     labels = _labels(types)
     dim = one_dim(attrs["dim"], len(labels))
-    return Equation((labels,), (labels[:dim] + labels[dim + 1 :],), whole=frozenset({labels[dim]}))
+    return Equation((labels,), (labels[:dim] + labels[dim + 1 :],), unsharded=frozenset({labels[dim]}))
 
 
 argmax_op = define(
     "argmax",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_argmax_equation,
     run=lambda x, dim, least=False: (torch.argmin if least else torch.argmax)(x, dim),
     dtype=lambda types, attrs: torch.int64,
@@ -142,7 +142,7 @@ def _bincount_run(x: torch.Tensor, size: int) -> torch.Tensor:
 
 bincount = define(
     "bincount",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=lambda types, attrs: Equation((("i",),), (("n",),), sizes={"n": attrs["size"]}),
     run=_bincount_run,
     dtype=lambda types, attrs: torch.int64,

@@ -42,7 +42,7 @@ def _window_places(size: Pair, attrs: Attrs) -> Pair:
 def _forward_equation(sizes: Sizes, reduce: str = "sum") -> Callable[[Types, Attrs], Equation]:
     def equation(types: Types, attrs: Attrs) -> Equation:
         y, x = sizes(_image(types), attrs)
-        return Equation((tuple("nchw"),), (tuple("ncyx"),), whole=frozenset("hw"), reduce=reduce, sizes={"y": y, "x": x})
+        return Equation((tuple("nchw"),), (tuple("ncyx"),), unsharded=frozenset("hw"), reduce=reduce, sizes={"y": y, "x": x})
 
     return equation
 
@@ -72,17 +72,17 @@ def _linear_pool(name: str, run: Pool, sizes: Sizes) -> Op:
         if found != needed:
             raise TypeMismatch("the cotangent is not of this pooling", needed=str(needed), found=str(found), where=user_line())
         (y, x) = attrs["size"]
-        return Equation((tuple("ncyx"),), (tuple("nchw"),), whole=frozenset("yx"), sizes={"h": y, "w": x})
+        return Equation((tuple("ncyx"),), (tuple("nchw"),), unsharded=frozenset("yx"), sizes={"h": y, "w": x})
 
     def forward_attrs(n: Node) -> Attrs:
         return {k: v for k, v in n.attrs if k != "size"}
 
     forward = define(
-        name, kind=Kind.WHOLE, equation=_forward_equation(sizes), run=_images(run, sizes), linear=Linear.FIRST,
+        name, kind=Kind.COMPOSITE, equation=_forward_equation(sizes), run=_images(run, sizes), linear=Linear.FIRST,
         vjp=lambda n, ct: (back(ct, size=n.args[0].shape[2:], **dict(n.attrs)),),
     )  # fmt: skip
     back: Op = define(
-        f"{name}_backward", kind=Kind.WHOLE, equation=back_equation, run=transposed, linear=Linear.FIRST,
+        f"{name}_backward", kind=Kind.COMPOSITE, equation=back_equation, run=transposed, linear=Linear.FIRST,
         vjp=lambda n, ct: (forward(ct, **forward_attrs(n)),),
     )  # fmt: skip
     return forward
@@ -133,12 +133,12 @@ def _max_backward_equation(types: Types, attrs: Attrs) -> Equation:
     if types[1].shape[2:] != needed:
         found = str(types[1].shape[2:])
         raise TypeMismatch("the cotangent is not of this pooling", needed=str(needed), found=found, where=user_line())
-    return Equation((tuple("nchw"), tuple("ncyx")), (tuple("nchw"),), whole=frozenset("hwyx"))
+    return Equation((tuple("nchw"), tuple("ncyx")), (tuple("nchw"),), unsharded=frozenset("hwyx"))
 
 
 _max_pool2d: Op = define(
     "max_pool2d",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_forward_equation(_window_places, "max"),
     run=_images(_max, _window_places),
     monotone=(frozenset({0}),),
@@ -156,7 +156,7 @@ def _max_backward_written(x: Node, ct: Node, kernel: Pair, stride: Pair, padding
 
 _max_pool2d_backward: Op = define(
     "max_pool2d_backward",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_max_backward_equation,
     run=_max_backward,
     linear=(frozenset({1}),),

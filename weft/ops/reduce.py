@@ -106,7 +106,7 @@ def _about_vjp(n: Node, ct: Node) -> Any:
 
 squares_about = define(
     "squares_about",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_about_equation,
     run=_about,
     vjp=_about_vjp,
@@ -121,7 +121,7 @@ def _along_replicated(outs: int) -> Any:
     def equation(types: Types, attrs: Attrs) -> Equation:
         eq = _reducing("sum")(types, attrs)
         dims = norm_dims(attrs.get("dims"), len(types[0].shape))
-        return Equation(eq.ins, eq.outs * outs, whole=frozenset(eq.ins[0][d] for d in dims))
+        return Equation(eq.ins, eq.outs * outs, unsharded=frozenset(eq.ins[0][d] for d in dims))
 
     return equation
 
@@ -136,7 +136,7 @@ def _var_mean_vjp(n: Node, ct: Node, ct_mean: Node) -> Any:
 
 var_mean = define(
     "var_mean",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_along_replicated(2),
     run=lambda x, less, dims=None, keepdim=False: torch.var_mean(x, norm_dims(dims, x.ndim), correction=less, keepdim=keepdim),
     vjp=_var_mean_vjp,
@@ -162,7 +162,7 @@ def _logsumexp_across(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
 
 logsumexp = define(
     "logsumexp",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_along_replicated(1),
     run=lambda x, dims=None, keepdim=False: torch.logsumexp(x, norm_dims(dims, x.ndim), keepdim=keepdim),
     vjp=_logsumexp_vjp,

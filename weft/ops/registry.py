@@ -32,18 +32,18 @@ class Equation:
 
     ins: tuple[tuple[str, ...], ...]
     outs: tuple[tuple[str, ...], ...]
-    whole: frozenset[str] = frozenset()  # labels that may not be sharded
+    unsharded: frozenset[str] = frozenset()  # labels that may not be sharded
     reduce: str = "sum"
     sizes: Mapping[str, int] = field(default_factory=dict)  # of labels only an output has
 
     @staticmethod
-    def parse(text: str, full: str = "", reduce: str = "sum", **sizes: int) -> Equation:
+    def parse(text: str, unsharded: str = "", reduce: str = "sum", **sizes: int) -> Equation:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise OpDefinitionError("this is no index equation", needed="labels of operands -> labels of results", found=repr(text), try_="'i k, k j -> i j'")
         sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right)]
         ins = sides[0] if left.strip() else ()
-        return Equation(ins, sides[1], frozenset(full.split()), reduce, sizes)
+        return Equation(ins, sides[1], frozenset(unsharded.split()), reduce, sizes)
 
     def label(self, arg: int, dim: int) -> str:
         return self.ins[arg][dim]
@@ -153,7 +153,7 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
         if len(labels) != len(t.shape):
             raise _bad(name, types, f"operand {k} of {len(labels)} dims", f"{len(t.shape)} dims")
         for d, (label, dim) in enumerate(zip(labels, t.layout.dims, strict=True)):
-            if label == ONE or label in eq.whole:
+            if label == ONE or label in eq.unsharded:
                 _require_uncut(name, types, label, k, d, dim)
             if label == ONE:
                 continue
@@ -214,7 +214,7 @@ def _placements_of(
 def _ordered(eq: Equation, monotone: Ordered) -> dict[str, ArgSets]:
     """Which operands a partial max or min may pass; an op that reduces lets only its own kind through. What is kept in one piece and not summed is
     no reduction: of a dim that is narrowed, each element stays what it was."""
-    reduces = any(x not in out and (x not in eq.whole or eq.reduce != "sum") for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
+    reduces = any(x not in out and (x not in eq.unsharded or eq.reduce != "sum") for labels in eq.ins for x in labels for out in eq.outs if x != ONE)
     by_kind = monotone if isinstance(monotone, Mapping) else dict.fromkeys(("max", "min"), monotone)
     return {kind: by_kind.get(kind, ()) if not reduces or eq.reduce == kind else () for kind in ("max", "min")}
 

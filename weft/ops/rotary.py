@@ -26,7 +26,7 @@ def _equation(types: Types, attrs: Attrs) -> Equation:
         raise TypeMismatch("rotary does not fit its operands", needed=needed, found=f"{types[0]} and {types[1]}", where=user_line())
     x = (*(f"d{i}" for i in range(len(shape) - 1)), "d")
     at = () if len(types) < 3 else ((x[dim],),) if len(types[2].shape) == 1 else ((x[0], x[dim]),)
-    return Equation((x, ("f",), *at), (x,), whole=frozenset("df"))
+    return Equation((x, ("f",), *at), (x,), unsharded=frozenset("df"))
 
 
 def _rotate(x: torch.Tensor, freq: torch.Tensor, at: torch.Tensor, attrs: Attrs) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _vjp(n: Any, ct: Any) -> Any:
 
 _rotary = define(
     "rotary",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_equation,
     run=_run,
     local=_local,
@@ -114,7 +114,7 @@ def rotary(
 def _rope_equation(types: Types, attrs: Attrs) -> Equation:
     """x [..., d] and tables stretched over it; the last dim, whose halves meet, stays replicated."""
     eq = elementwise(types, attrs)
-    return Equation(eq.ins, eq.outs, whole=frozenset({eq.outs[0][-1]}))
+    return Equation(eq.ins, eq.outs, unsharded=frozenset({eq.outs[0][-1]}))
 
 
 def _other_half(x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _rope_vjp(n: Node, ct: Node) -> Any:
 
 rope = define(
     "rope",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_rope_equation,
     run=_rope_run,
     linear=Linear.FIRST,

@@ -54,16 +54,16 @@ def _rows(gives: Any) -> list[tuple[str, ...]]:
 def _equation(types: Types, attrs: Attrs) -> Equation:
     ins, outs = _given(types, 0), _rows(attrs["gives"])
     sizes = {f"out{k}.{d}": n for k, (_, shape) in enumerate(attrs["gives"]) for d, n in enumerate(shape)}
-    return Equation(tuple(ins), tuple(outs), _whole(ins, outs), sizes=sizes)
+    return Equation(tuple(ins), tuple(outs), _unsharded(ins, outs), sizes=sizes)
 
 
 def _back_equation(types: Types, attrs: Attrs) -> Equation:
     cts = _rows(attrs["gives"])
     ins = [*cts, *_given(types, len(cts))]
-    return Equation(tuple(ins), tuple(ins[len(cts) + 2 + k] for k in attrs["wants"]), _whole(ins, ()))
+    return Equation(tuple(ins), tuple(ins[len(cts) + 2 + k] for k in attrs["wants"]), _unsharded(ins, ()))
 
 
-def _whole(ins: Sequence[tuple[str, ...]], outs: Sequence[tuple[str, ...]]) -> frozenset[str]:
+def _unsharded(ins: Sequence[tuple[str, ...]], outs: Sequence[tuple[str, ...]]) -> frozenset[str]:
     return frozenset(x for labels in (*ins, *outs) for x in labels) - {"s", "r"}
 
 
@@ -87,7 +87,7 @@ def _work(n: Node, first: int, factor: float) -> float:
 
 rounds_backward = define(
     "rounds_backward",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_back_equation,
     run=_back_run,
     dtype=lambda types, attrs: tuple(types[len(attrs["gives"]) + 2 + k].dtype for k in attrs["wants"]),
@@ -107,7 +107,7 @@ def _vjp(n: Node, *cts: Node) -> Any:
 
 rounds = define(
     "rounds",
-    kind=Kind.WHOLE,
+    kind=Kind.COMPOSITE,
     equation=_equation,
     run=_run,
     dtype=lambda types, attrs: tuple(dtype_of(dtype) for dtype, _ in attrs["gives"]),

@@ -46,7 +46,7 @@ def _by_rows(update: Op) -> Op:
 
     return define(
         f"{update.name}_at",
-        kind=Kind.WHOLE,
+        kind=Kind.COMPOSITE,
         equation=_equation,
         dtype=_dtypes,
         run=run,

@@ -19,7 +19,7 @@ def _equation(types: Types, attrs: Attrs) -> Equation:
     """The rows of one segment may lie anywhere, so they stay in one piece; the segments may be sharded."""
     need_index("segment_max", types, 1, 2)
     rest = tuple(f"d{i}" for i in range(1, len(types[0].shape)))
-    return Equation((("e", *rest), ("e",), ("v",)), (("v", *rest),), whole=frozenset("e"))
+    return Equation((("e", *rest), ("e",), ("v",)), (("v", *rest),), unsharded=frozenset("e"))
 
 
 def _run(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _vjp(n: Node, ct: Node) -> Any:
 
 
 segment_max_op = define(
-    "segment_max", kind=Kind.WHOLE, equation=_equation, run=_run, dtype=lambda types, attrs: types[0].dtype, vjp=_vjp, flops=first_elements,
+    "segment_max", kind=Kind.COMPOSITE, equation=_equation, run=_run, dtype=lambda types, attrs: types[0].dtype, vjp=_vjp, flops=first_elements,
     doc="(x, index, rows) -> for each of the ascending rows the maximum of the slices of x whose index names it; 0 where there are none",
 )  # fmt: skip
 

@@ -211,7 +211,7 @@ def _narrow_equation(types: Types, attrs: Attrs) -> Equation:
         )
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
     return Equation(
-        (labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": len(range(attrs["start"], attrs["stop"], attrs["step"]))}
+        (labels,), (out,), unsharded=frozenset({labels[dim]}), sizes={"new": len(range(attrs["start"], attrs["stop"], attrs["step"]))}
     )
 
 
@@ -256,7 +256,7 @@ def _concat_equation(types: Types, attrs: Attrs) -> Equation:
     ins = tuple(tuple(f"part{k}" if i == dim else x for i, x in enumerate(labels)) for k in range(len(types)))
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
     full = frozenset(f"part{k}" for k in range(len(types)))
-    return Equation(ins, (out,), whole=full, sizes={"new": sum(t.shape[dim] for t in types)})
+    return Equation(ins, (out,), unsharded=full, sizes={"new": sum(t.shape[dim] for t in types)})
 
 
 def _concat_vjp(n: Node, ct: Node) -> Any:
@@ -294,7 +294,7 @@ def _pad_equation(types: Types, attrs: Attrs) -> Equation:
         )
     out = tuple("new" if i == dim else x for i, x in enumerate(labels))
     return Equation(
-        (labels,), (out,), whole=frozenset({labels[dim]}), sizes={"new": types[0].shape[dim] + attrs["before"] + attrs["after"]}
+        (labels,), (out,), unsharded=frozenset({labels[dim]}), sizes={"new": types[0].shape[dim] + attrs["before"] + attrs["after"]}
     )
 
 

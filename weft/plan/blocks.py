@@ -107,9 +107,9 @@ class Stack:
     def _try(self, axis: str, n: int) -> float:
         """Along tp the weights of a block come out smaller, along cp the value between blocks."""
         try:
-            placed, whole = (self._placed(Setting(**{axis: k}), FEW) for k in (n, 1))  # type: ignore[arg-type]
+            placed, single = (self._placed(Setting(**{axis: k}), FEW) for k in (n, 1))  # type: ignore[arg-type]
             if axis == "tp":
-                sharded, full = (sum(p.params(row, False) for row in p.short.rows) for p in (placed, whole))
+                sharded, full = (sum(p.params(row, False) for row in p.short.rows) for p in (placed, single))
                 return (1 - sharded / full) / (1 - 1 / n)
             return float(all(isinstance(placed.became(x).layout.placement(axis), S) for end in placed.short.boundary for x in end if x.ndim > 1))
         except WeftError:
@@ -198,7 +198,7 @@ class Stack:
         """Of forward and backward: matmuls and attention."""
         short = self.short(FEW)
         times = dict(zip(short.rows, short.repeats, strict=True)) | ({LAYER: self.repeats} if self.repeats else {})
-        work = (flops(n) * times.get(short.part[n], 1) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
+        work = (flops(n) * times.get(short.part[n], 1) for n in short.program.nodes if n.op.kind in (Kind.CONTRACT, Kind.COMPOSITE))
         return sum(work) / FEW / max(1, self.seq)
 
 

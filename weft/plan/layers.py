@@ -26,7 +26,7 @@ from weft.ops.registry import Kind
 from weft.plan.spec import OFFLOAD
 from weft.plan.split import Cut, Forward, Region, narrow
 
-ATTENTION, FFN, WHOLE = 0, 1, 2  # which half of a layer
+ATTENTION, FFN, FULL = 0, 1, 2  # which half of a layer
 PERIOD = 8  # blocks of a unit that repeats, at most
 ROWS = 4  # of blocks of one kind each, at most
 MOST_OF_IT = 0.75  # of all blocks that rows must hold for a model to be a stack
@@ -105,10 +105,10 @@ class Layers:
         ends = [[n.type for n in self.forward.given(self.blocks[i])] for i in range(row.start + row.period - 1, row.start + row.blocks, row.period)]
         return row.count > 1 and all(e == ends[0] for e in ends)
 
-    def nodes(self, k: int, half: int = WHOLE) -> list[Node]:
+    def nodes(self, k: int, half: int = FULL) -> list[Node]:
         """Of a layer, or of half of one that has a middle, in order."""
         own = sorted((n for n in self.blocks[k].nodes if n in self.forward.at), key=self.forward.at.__getitem__)
-        if half == WHOLE:
+        if half == FULL:
             return own
         middle = self.middle(k)
         before = self._before(middle, set(own)) if middle is not None else set()
@@ -148,7 +148,7 @@ class Layers:
 
     # -- what may be recomputed
 
-    def again(self, k: int, mode: str, half: int = WHOLE) -> list[Region]:
+    def again(self, k: int, mode: str, half: int = FULL) -> list[Region]:
         """The regions of a layer that are recomputed in this way, or kept by the host; none where it has no such part."""
         part, host = of_host(mode)
         if host:
@@ -196,7 +196,7 @@ class Layers:
 
     def _mixes(self, n: Node) -> bool:
         """Not an op on single elements, and one of several activations."""
-        return n.op.kind in (Kind.WHOLE, Kind.CONTRACT) and len({a for a in n.args if a in self.forward.active}) > 1
+        return n.op.kind in (Kind.COMPOSITE, Kind.CONTRACT) and len({a for a in n.args if a in self.forward.active}) > 1
 
     @cached_property
     def _products(self) -> set[Node]:
@@ -205,4 +205,4 @@ class Layers:
         return {n for n in every if sum(a in active for a in n.args) == 1 and any(a in fixed for a in n.args)}
 
 
-__all__ = ["ATTENTION", "FFN", "WHOLE", "Layers", "Row"]
+__all__ = ["ATTENTION", "FFN", "FULL", "Layers", "Row"]

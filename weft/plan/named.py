@@ -156,7 +156,7 @@ def _stored(node: Node) -> Node:
 
 def _looks_up(node: Node) -> bool:
     """Whether it reads rows of a table, as the batch asks for them: what the table lacks adds nothing to the result."""
-    if node.op.kind is not Kind.WHOLE or node.op.linear is not Linear.FIRST or len(node.args) != 2 or node.args[1].dtype.is_floating_point:
+    if node.op.kind is not Kind.COMPOSITE or node.op.linear is not Linear.FIRST or len(node.args) != 2 or node.args[1].dtype.is_floating_point:
         return False
     return any(n.role is Role.BATCH for n in toposort([node.args[1]]))
 
@@ -233,7 +233,7 @@ class _Flow:
         if node.op is reshape_op:
             self.require(node.args[0], self._reshaped(node, shard, node.args[0].shape))
             return
-        if eq is None or eq.outs[0][shard.dim] in eq.whole:
+        if eq is None or eq.outs[0][shard.dim] in eq.unsharded:
             raise _Stop
         places = eq.dims_of(eq.outs[0][shard.dim])
         if not places:
@@ -245,7 +245,7 @@ class _Flow:
         """One result of several is sharded so: its operands are, and the other results with it."""
         eq = equation_of(node)
         label = eq.outs[index][shard.dim] if eq is not None else ONE
-        if eq is None or label in eq.whole or label == ONE or not eq.dims_of(label):
+        if eq is None or label in eq.unsharded or label == ONE or not eq.dims_of(label):
             raise _Stop
         for k, d in eq.dims_of(label):
             self.require(node.args[k], S(d, shard.within))
@@ -277,7 +277,7 @@ class _Flow:
         if eq is None:
             raise _Stop
         label = eq.label(user.args.index(node), shard.dim)
-        if label in eq.whole and not (self.vocabulary and user.op.across) or label == ONE:
+        if label in eq.unsharded and not (self.vocabulary and user.op.across) or label == ONE:
             raise _Stop
         for k, d in eq.dims_of(label):
             self.require(user.args[k], S(d, shard.within))

@@ -84,7 +84,7 @@ def _check(pin: Pin, name: str, shape: tuple[int, ...], place: Placement, ranks:
 # -- plans for parallelize_module ------------------------------------------------------------------------------------------------
 
 STYLES = {"colwise": (0, 0, 1), "rowwise": (1, None, 0)}  # dim of a linear's weight, of its bias, of an embedding's weight
-WHOLE = ("replicate", "sequence_parallel", "gather", "prepare", "norep")
+REPLICATED = ("replicate", "sequence_parallel", "gather", "prepare", "norep")
 
 
 def dtensor_pins(model: nn.Module, plan: Mapping[str, Any], axis: str = "tp") -> list[Pin]:
@@ -103,7 +103,7 @@ def dtensor_pins(model: nn.Module, plan: Mapping[str, Any], axis: str = "tp") ->
 
 def _style(name: str, module: nn.Module, style: Any) -> dict[str, Placement]:
     word = (style if isinstance(style, str) else type(style).__name__).lower().removesuffix("parallel").replace("_rep", "")
-    if word.startswith(WHOLE) or word == "sequence":
+    if word.startswith(REPLICATED) or word == "sequence":
         return {}
     if word not in STYLES or not isinstance(module, (nn.Linear, nn.Embedding)):
         needed = f"{' or '.join(STYLES)} of a linear or an embedding"

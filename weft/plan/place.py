@@ -160,22 +160,22 @@ class _Placer:
 
     # -- one node --------------------------------------------------------------------------------------------------------------
 
-    def _made_whole(self, node: Node) -> list[Node]:
+    def _operands(self, node: Node) -> list[Node]:
         """Operands as they are; parameters replicated along the axes of `gather`, unless this is their update."""
         if len(node.args) == 1 and (node.args[0] in self.alone or node.args[0].role is Role.PARAMETER):
             self.alone.add(node)
             return [self.made[node.args[0]]]
         args = [self.made[a] for a in node.args]
         if self.options.gather and node not in self.after:
-            args = [self._whole(new) if a in self.alone or a.role is Role.PARAMETER else new for a, new in zip(node.args, args, strict=True)]
+            args = [self._gathered(new) if a in self.alone or a.role is Role.PARAMETER else new for a, new in zip(node.args, args, strict=True)]
         return [self.done.get(a, a) for a in args]
 
-    def _whole(self, value: Node) -> Node:
+    def _gathered(self, value: Node) -> Node:
         places = {axis: p for axis, p in value.layout.placements.items() if axis not in self.options.gather}
         return reshard(value, Layout.of(self.mesh, value.shape, places))  # type: ignore[no-any-return]
 
     def _node(self, node: Node) -> Node:
-        args = self._made_whole(node)
+        args = self._operands(node)
         attrs = {k: self.mesh.key if k == "mesh" else v for k, v in node.attrs}
         if len(args) == 1 and len(args[0].types) > 1:
             item = make(node.op, tuple(args), attrs)
@@ -213,7 +213,7 @@ class _Placer:
 
     def _resharded(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
         """The op sharded along another of its dims, where it would have to gather along the axis."""
-        if node.op.kind is not Kind.WHOLE or node.op.equation is None:
+        if node.op.kind is not Kind.COMPOSITE or node.op.equation is None:
             return None
         eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
         here = [a.type.on(axis) for a in args]
@@ -263,10 +263,10 @@ class _Placer:
             return _at_one_root(here, args, n)
         if all(isinstance(h, Replicated) for h in here):
             return [_AxisStrategy(tuple(here), 0.0)]
-        strategies = [_way(tuple(R for _ in args), here, args, axis, n, whole=True)]
+        strategies = [_way(tuple(R for _ in args), here, args, axis, n, gathering=True)]
         labels = dict.fromkeys(eq.label(k, p.dim) for k, p in enumerate(here) if isinstance(p, S))
         for label in labels:
-            if label != ONE and (label not in eq.whole or node.op.across and not self.options.in_order):
+            if label != ONE and (label not in eq.unsharded or node.op.across and not self.options.in_order):
                 strategies.append(_way(_sharded_places(eq, label, here, args), here, args, axis, n))
         wanted = self._wanted(axis, node, eq) if axis in self.inner else []
         strategies = [_way(_sharded_places(eq, label, here, args), here, args, axis, n) for label in wanted] + strategies
@@ -305,7 +305,7 @@ class _Placer:
     def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
         """A dim of an operand that any rank makes for itself, such as the rows of a table's gradient, sharded as the state it leads to is."""
         free = [k for k, a in enumerate(node.args) if a.op.kind is Kind.SOURCE and not a.op.is_input and a.ndim]
-        labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.whole]
+        labels = [x for k in free for x in eq.ins[k] if x in eq.outs[0] and x not in eq.unsharded]
         home = self._home(node) if labels and len(node.types) == 1 else None
         place = home.placement(axis) if home is not None and axis in home.mesh.axes else R
         return [eq.outs[0][place.dim]] if isinstance(place, S) and place.within is None and eq.outs[0][place.dim] in labels else []
@@ -333,7 +333,7 @@ class _Placer:
         if dim < 0 or args[k].shape[dim] < n:
             return []
         label = eq.label(k, dim)
-        kept = label not in eq.whole and label != ONE and label in eq.outs[0]
+        kept = label not in eq.unsharded and label != ONE and label in eq.outs[0]
         return [_way(_sharded_places(eq, label, here, args), here, args, axis, n)] if kept else []
 
 
@@ -341,7 +341,7 @@ def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
     """The op on these operands, or what stands for it where a dim is sharded that it needs in full."""
     if node.op.across is not None and node.op.equation is not None:
         eq = node.op.equation(tuple(a.type for a in args), dict(node.attrs))
-        if any(label in eq.whole and is_sharded(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
+        if any(label in eq.unsharded and is_sharded(a, d) for a, labels in zip(args, eq.ins, strict=True) for d, label in enumerate(labels)):
             return node.op.across(*args, **attrs)  # type: ignore[no-any-return]
     return make(node.op, tuple(args), attrs)
 
@@ -354,7 +354,7 @@ def _partial_axes(value: Node) -> set[str]:
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
     """Dims that every result and every operand without stretched dims has, the innermost first."""
     large = [labels for labels in eq.ins if labels and ONE not in labels]
-    kept = [x for x in reversed(eq.outs[0]) if x not in eq.whole and x not in seq]
+    kept = [x for x in reversed(eq.outs[0]) if x not in eq.unsharded and x not in seq]
     return [x for x in kept if all(x in labels for labels in (*eq.outs, *large))]
 
 
@@ -384,10 +384,10 @@ def _sharded_places(eq: Equation, label: str, here: Sequence[Placement], args: S
     return tuple(S(dims[k], within) if k in dims else R for k in range(len(args)))
 
 
-def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, whole: bool = False) -> _AxisStrategy:
+def _way(places: tuple[Placement, ...], here: Sequence[Placement], args: Sequence[Node], axis: str, n: int, gathering: bool = False) -> _AxisStrategy:
     """Bytes to bring the operands there, and, as a tie-break, work done on every rank the same when nothing is sharded."""
     cost = sum(_move(h, p, nbytes(a.type), n) for h, p, a in zip(here, places, args, strict=True))
-    return _AxisStrategy(places, cost + (0.01 if whole and any(not isinstance(h, Replicated) for h in here) else 0.0))
+    return _AxisStrategy(places, cost + (0.01 if gathering and any(not isinstance(h, Replicated) for h in here) else 0.0))
 
 
 def _summed(layout: Layout) -> Layout:

@@ -16,7 +16,7 @@ from weft.cost.work import Collective, Gemm, Op, inside, scores_kept
 from weft.ops.comm import all_gather, all_reduce, is_comm, reduce_scatter
 from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind
-from weft.plan.layers import ATTENTION, FFN, WHOLE
+from weft.plan.layers import ATTENTION, FFN, FULL
 from weft.plan.named import input_layouts
 from weft.plan.place import Placements, placed_with
 from weft.plan.sent_alone import imbalanced, sent_alone
@@ -191,7 +191,7 @@ class PlacedShort:
 
     # -- blocks
 
-    def block(self, name: str, part: int, half: int = WHOLE) -> Block:
+    def block(self, name: str, part: int, half: int = FULL) -> Block:
         mine = [(ahead, nodes) for at, ahead, nodes in self.kernels if at == part and self._of_half(nodes, half)]
         forward = tuple(op for ahead, nodes in mine if ahead for op in self.records(nodes))
         back = tuple(op for ahead, nodes in mine if not ahead for op in self.records(nodes))
@@ -208,7 +208,7 @@ class PlacedShort:
         )  # fmt: skip
 
     def _share(self, part: int, half: int) -> float:
-        if half == WHOLE or part != LAYER:
+        if half == FULL or part != LAYER:
             return 1.0
         own = [n for n, h in self._halves.items() if h == half and n in self.program.input_set]
         total = sum(math.prod(n.layout.largest_local) for n in self.program.inputs if self.home(n) == LAYER) or 1
@@ -233,10 +233,10 @@ class PlacedShort:
         return found
 
     def _of_half(self, nodes: Sequence[Node], half: int) -> bool:
-        return half == WHOLE or self._halves.get(nodes[-1], FFN) == half
+        return half == FULL or self._halves.get(nodes[-1], FFN) == half
 
     def _waiting(self, part: int, half: int) -> dict[Node, int]:
-        return {n: size for n, size in self.saved.items() if self.part[n] == part and (half == WHOLE or self._halves.get(n, FFN) == half)}
+        return {n: size for n, size in self.saved.items() if self.part[n] == part and (half == FULL or self._halves.get(n, FFN) == half)}
 
     def _again(self, mode: str, part: int, half: int) -> tuple[str, tuple[Op, ...], float]:
         """What is recomputed in this way, and the bytes that need not wait then."""

@@ -21,7 +21,7 @@ from weft.core.names import bare
 from weft.core.picture import html_of, run_by_root
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, number, one_of, short, text, whole, word
+from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, integer, number, one_of, short, text, word
 from weft.core.text import parse as parse_program
 from weft.cost.interval import bounds, kind_of
 from weft.ops.source import input_node
@@ -40,29 +40,29 @@ NEW = ("imbalance",)  # what files of earlier versions lack
 MADE_FOR = tuple(f.name for f in fields(Setting) if f not in fields(Spec))
 _COUNTED = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "ep", "virtual", "zero")
 _BEFORE = {  # a setting of version 1, which counted experts' copies among those of data, and samples of a micro-batch
-    **dict.fromkeys(_COUNTED, whole(0, LARGE)), **dict.fromkeys(("sequence_parallel", "keep_gathered", "overlap_tp"), flag),
+    **dict.fromkeys(_COUNTED, integer(0, LARGE)), **dict.fromkeys(("sequence_parallel", "keep_gathered", "overlap_tp"), flag),
     **dict.fromkeys(("recompute", "schedule"), text()), **{k: KINDS[k] for k in MADE_FOR},
 }  # fmt: skip
-STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values(), *OFFLOADED), whole()))), most=4096)
+STAGES = Listed(Listed(Row((text(), one_of("none", *AGAIN.values(), *OFFLOADED), integer()))), most=4096)
 _SPEC = {
-    **{f.name: flag if isinstance(f.default, bool) else whole(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
-    "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), whole(0, 3)))), "stages": STAGES, "splits": Listed(text(), most=4096),
-    "pins": Listed(text()), "shares": Listed(Row((text(), whole(1), whole(1, LARGE), whole(1, LARGE))), most=4096), "moves": Listed(MOVE),
+    **{f.name: flag if isinstance(f.default, bool) else integer(0, LARGE) for f in fields(Spec) if isinstance(f.default, int)},
+    "schedule": text(), "recompute": text(), "groups": Listed(Row((text(), integer(0, 3)))), "stages": STAGES, "splits": Listed(text(), most=4096),
+    "pins": Listed(text()), "shares": Listed(Row((text(), integer(1), integer(1, LARGE), integer(1, LARGE))), most=4096), "moves": Listed(MOVE),
     "open": Listed(one_of(*DECIDED)),
 }  # fmt: skip
 PREDICTED_KEYS = ("step_ms", "tokens_per_s", "mfu", "memory_gb", "gap")
 _MORE = {
     "causes_ms": TIMES, "memory_parts_gb": TIMES, "batches_ms": TIMES, "noise": number(), "efficiency": number(), "useful_tokens_per_s": number(),
-    "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES, "experts": whole(),
+    "layouts_ms": number(), "equal_ms": TIMES, "equal_within": number(), "padded_ms": TIMES, "experts": integer(),
 }  # fmt: skip
 PREDICTED = Record({**dict.fromkeys(PREDICTED_KEYS, number(0.0)), "step_ms": number(1e-9), **_MORE}, tuple(_MORE))
 PLACED = {
-    "mesh": Mapped(whole(1), word, most=16), "inputs": Mapped(Mapped(text(), word, most=16)), "again": Listed(text()), "rules": Listed(text()),
-    "micro_batches": whole(1), "beside": Listed(text()), "program": text(BYTES),
+    "mesh": Mapped(integer(1), word, most=16), "inputs": Mapped(Mapped(text(), word, most=16)), "again": Listed(text()), "rules": Listed(text()),
+    "micro_batches": integer(1), "beside": Listed(text()), "program": text(BYTES),
 }  # fmt: skip
-LAYOUTS = Record({**PLACED, "moves": Maybe(Listed(MOVE)), "units": Listed(whole())}, (*PLACED, "moves", "units"))
+LAYOUTS = Record({**PLACED, "moves": Maybe(Listed(MOVE)), "units": Listed(integer())}, (*PLACED, "moves", "units"))
 _FROM = {
-    "weft_plan": whole(), "model": text(), "cluster": text(), "seq": whole(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
+    "weft_plan": integer(), "model": text(), "cluster": text(), "seq": integer(0, LARGE), "objective": one_of("time", "memory", "cost", "goodput"),
     "origin": text(), "limits": LIMITS, "baselines_ms": Mapped(number(0.0), most=1000), "infeasible": Mapped(text(), most=1000), "layouts": LAYOUTS,
 }  # fmt: skip
 SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}, NEW), "predicted": PREDICTED})

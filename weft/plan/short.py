@@ -15,7 +15,7 @@ from weft.core.errors import PlanError
 from weft.core.node import Node, remade, toposort
 from weft.core.program import Program, new_program
 from weft.frontend.capture import Captured
-from weft.plan.layers import ATTENTION, FFN, MOST_OF_IT, ROWS, WHOLE, Layers, Row
+from weft.plan.layers import ATTENTION, FFN, FULL, MOST_OF_IT, ROWS, Layers, Row
 
 FIRST, LAYER = 0, 1  # parts of it: what stands before all rows, and the first row
 WAYS = ("activation", "ffn", "selective", "per-op")  # of running a part of a block again
@@ -65,7 +65,7 @@ def short_of(captured: Captured) -> Short:
     program = grad(forward, "loss", wanted)
     modes = {
         (2 * i + 1, mode, half): frozenset(became[n] for k in unit for r in layers.again(k, mode, half) for n in r.nodes)
-        for i, unit in enumerate(units) for mode in WAYS for half in (ATTENTION, FFN, WHOLE)
+        for i, unit in enumerate(units) for mode in WAYS for half in (ATTENTION, FFN, FULL)
     }  # fmt: skip
     row = rows[0]
     halved = len(rows) == row.period == 1 and layers.middle(row.start) is not None

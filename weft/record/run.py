@@ -15,7 +15,7 @@ from typing import Any
 from weft.core.errors import PlanError, reason
 from weft.core.files import read_json
 from weft.core.picture import html_of
-from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, number, short, text, whole
+from weft.core.schema import Listed, Mapped, Maybe, Record, Row, fit, flag, integer, number, short, text
 from weft.cost.timeline import Seen, Task, Timeline
 
 VERSION = 1
@@ -102,18 +102,18 @@ def median(values: Sequence[float]) -> float:
 
 
 _NAMES, _MS = Listed(text()), Mapped(number())
-_LINE = Record({"names": _NAMES, "streams": _NAMES, "causes": _NAMES, "rows": Listed(Row((whole(), whole(), whole(), number(), number())))})
+_LINE = Record({"names": _NAMES, "streams": _NAMES, "causes": _NAMES, "rows": Listed(Row((integer(), integer(), integer(), number(), number())))})
 _SEEN = Record({"step_ms": number(), "memory_gb": number(), "causes_ms": _MS, "line": _LINE, "memory": Listed(Row((number(), number())))})
-_SIZES = Listed(whole(0, 1 << 60), most=64)
+_SIZES = Listed(integer(0, 1 << 60), most=64)
 _TENSOR = {"name": text(), "role": text(), "shape": _SIZES, "local": _SIZES, "dtype": text(), "places": Mapped(text(), most=64)}
 _VERB = {"step": text(1 << 20), "same": flag, "rule": text(), "said": text(1 << 20)}
 _OTHER = {"plan": text(), "step_ms": number(), "memory_gb": number(), "causes_ms": _MS, "reason": text(1 << 20)}
 _BATCHES = {
-    **dict.fromkeys(("samples", "vertices", "edges", "batches", "least"), whole(0, 1 << 60)), "policy": text(),
-    "rounds": Listed(Row((text(), whole(0, 1 << 60), whole(0, 1 << 60)))),
+    **dict.fromkeys(("samples", "vertices", "edges", "batches", "least"), integer(0, 1 << 60)), "policy": text(),
+    "rounds": Listed(Row((text(), integer(0, 1 << 60), integer(0, 1 << 60)))),
 }  # fmt: skip
 SCHEMA = Record({
-    "weft_run": whole(), **dict.fromkeys(("name", "kind", "plan", "program", "machine", "cluster", "unit"), text()), "mesh": Mapped(whole(1), most=64),
+    "weft_run": integer(), **dict.fromkeys(("name", "kind", "plan", "program", "machine", "cluster", "unit"), text()), "mesh": Mapped(integer(1), most=64),
     **dict.fromkeys(("per_step", "flops", "peak_flops"), number(0.0, 1e30)), "steps": Mapped(Listed(number(), most=1 << 26), most=64),
     "predicted": Maybe(_SEEN), "measured": Maybe(_SEEN), "tensors": Listed(Record(_TENSOR, open=True)),
     "communication": Listed(Record({"kind": text(), "axis": text(), "count": number(), "bytes": number(0.0, 1e30)}, open=True)),

@@ -232,7 +232,7 @@ def dims_fit(expr: Any, node: Node, conditions: Sequence[Condition], attrs: Attr
             if c.kind == "keeps" and c.who[0] == call.op.name:
                 d, k, e = (attrs.get(v, v) for v in c.args)
                 eq = equation_of(at)
-                if eq is None or d >= len(eq.ins[k]) or e >= len(eq.outs[0]) or eq.ins[k][d] != eq.outs[0][e] or eq.ins[k][d] in eq.whole:
+                if eq is None or d >= len(eq.ins[k]) or e >= len(eq.outs[0]) or eq.ins[k][d] != eq.outs[0][e] or eq.ins[k][d] in eq.unsharded:
                     return False
                 if sum(eq.ins[k][d] in labels for labels in eq.ins) > 1:
                     return False

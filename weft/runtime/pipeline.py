@@ -38,7 +38,7 @@ class Chunks:
 
 
 def run(work: Work, chunks: int, sharded: Sequence[tuple[Any, Chunks]], full: Sequence[Any], joins: Sequence[Chunks]) -> tuple[Any, ...]:
-    """`work(number, *chunk of every cut argument, *whole arguments)` on all chunks; its results put together."""
+    """`work(number, *chunk of every sharded argument, *the others)` on all chunks; its results put together."""
     pieces = [[how.take(x, c, chunks) for x, how in sharded] for c in range(chunks)]
     results = run_staggered([work(c, *pieces[c], *full) for c in range(chunks)])
     return tuple(how.join([r[k] for r in results]) for k, how in enumerate(joins))

@@ -169,13 +169,13 @@ class Parts:
             number, last = number + (now != last), now
             numbers[node] = number
         self.around = refused or "its collectives"
-        self._whole = split_module(graph, None, numbers.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        self._parts = [Part(m) for name, m in self._whole.named_children() if int(name.rsplit("_", 1)[1]) % 2 == 0]
+        self._module = split_module(graph, None, numbers.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        self._parts = [Part(m) for name, m in self._module.named_children() if int(name.rsplit("_", 1)[1]) % 2 == 0]
         for part in self._parts:
-            part.stand_in(self._whole)
+            part.stand_in(self._module)
 
     def __call__(self, *given: Tensor) -> Any:
-        return self._whole(*given)
+        return self._module(*given)
 
     @property
     def uncompiled(self) -> str:

@@ -213,7 +213,7 @@ def _can_start(n: Node, dim: int) -> bool:
     if eq is None:
         return n.op in (reshape_op, expand_op)
     label = eq.outs[0][dim]
-    return bool(eq.dims_of(label)) and label not in eq.whole
+    return bool(eq.dims_of(label)) and label not in eq.unsharded
 
 
 def _streams(n: Node, where: dict[Node, int]) -> bool:
@@ -234,7 +234,7 @@ def _follow_dim(n: Node, where: dict[Node, int]) -> int | None:
         same = n.args[k].shape[: d + 1] == n.types[0].shape[: d + 1]
         return d if same else None
     label = eq.label(k, d)
-    if label in eq.whole or any(label not in out for out in eq.outs):
+    if label in eq.unsharded or any(label not in out for out in eq.outs):
         return None
     agree = all(eq.ins[i][where[a]] == label for i, a in enumerate(n.args) if a in where)
     dims = {out.index(label) for out in eq.outs}

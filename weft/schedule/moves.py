@@ -101,8 +101,8 @@ def _sink_gather(p: Program, f: Node, axis: str, summing: bool = False) -> Progr
     if eq is not None:
         label = rules.label_of(eq, gathered[0], shard)
         lost = any(label not in out for out in eq.outs)
-        if label in eq.whole or lost and f.op.kind is not Kind.REDUCE and not summing:
-            verb = "sums over" if label not in eq.whole else "needs all of"
+        if label in eq.unsharded or lost and f.op.kind is not Kind.REDUCE and not summing:
+            verb = "sums over" if label not in eq.unsharded else "needs all of"
             raise refuse(
                 p,
                 f,

@@ -55,7 +55,7 @@ def _shard_and_gather(m: Maker) -> Any:
         part = m.move(part, axis)
     if m.rng.random() < 0.5 and part.dtype.is_floating_point:
         part = m.emit(op_named(m.rng.choice(("neg", "exp", "tanh"))), part)
-    return m.move(part, axis, towards_whole=m.rng.random() < 0.7)
+    return m.move(part, axis, towards_replicated=m.rng.random() < 0.7)
 
 
 @makes("keep")

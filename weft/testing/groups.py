@@ -46,7 +46,7 @@ def _check_kernel(g: Group) -> None:
     tensors = [n for n in comms if n.op.name in SUMS and any(size != 1 for t in n.types for size in t.shape)]
     if len(tensors) > 1:
         raise MeaningChanged(f"kernel {g.name} sums {len(tensors)} tensors")
-    if any(n.op.kind in (Kind.CONTRACT, Kind.WHOLE) for n in g.nodes):
+    if any(n.op.kind in (Kind.CONTRACT, Kind.COMPOSITE) for n in g.nodes):
         raise MeaningChanged(f"kernel {g.name} holds {', '.join(n.op.name for n in g.nodes)}")
 
 

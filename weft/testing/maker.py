@@ -125,8 +125,8 @@ class Maker:
                     now = [self._aligned(a, now[0]) for a in now]
                 else:
                     k = self.rng.randrange(len(now))
-                    now[k] = self.move(now[k], towards_whole=self.rng.random() < 0.7)
-        return self.make(lambda: fn(*map(self.whole, now)))
+                    now[k] = self.move(now[k], towards_replicated=self.rng.random() < 0.7)
+        return self.make(lambda: fn(*map(self.replicated, now)))
 
     def make(self, fn: Callable[[], Any]) -> Any:
         """What fn gives, taken into the pool; stuck where it does not fit."""
@@ -163,18 +163,18 @@ class Maker:
 
     # -- communication ---------------------------------------------------------------------------------------------------
 
-    def move(self, x: Node, axis: str | None = None, towards_whole: bool = False) -> Node:
+    def move(self, x: Node, axis: str | None = None, towards_replicated: bool = False) -> Node:
         """One random layout change, or the node itself where none is possible."""
         axis = axis or self.rng.choice(self.mesh.axes)
         try:
-            return self.one(self._moved(x, axis, towards_whole))
+            return self.one(self._moved(x, axis, towards_replicated))
         except (LayoutError, TypeMismatch, Stuck):
             return x
 
-    def _moved(self, x: Node, axis: str, towards_whole: bool) -> Any:
+    def _moved(self, x: Node, axis: str, towards_replicated: bool) -> Any:
         place, rng, ranks = x.type.on(axis), self.rng, self.mesh.sizes[axis]
         dim = rng.randrange(x.ndim) if x.ndim else None
-        other = not towards_whole and rng.random() < 0.6
+        other = not towards_replicated and rng.random() < 0.6
         if isinstance(place, P):
             if dim is not None and rng.random() < 0.3:
                 return comm.reduce_scatter(x, axis=axis, dim=dim)
@@ -183,11 +183,11 @@ class Maker:
             return comm.all_to_all(x, axis=axis, dim=dim) if other and dim != place.dim else comm.all_gather(x, axis=axis)
         if isinstance(place, O):
             return comm.send(x, axis=axis, to=rng.randrange(ranks)) if other and rng.random() < 0.3 else comm.broadcast(x, axis=axis)
-        if towards_whole or dim is None:
+        if towards_replicated or dim is None:
             return x
         return comm.slice_(x, axis=axis, dim=dim) if rng.random() < 0.9 else comm.keep(x, axis=axis, root=rng.randrange(ranks))
 
-    def whole(self, x: Node) -> Node:
+    def replicated(self, x: Node) -> Node:
         """Replicated along every axis."""
         return self.one(comm.reshard(x, Layout.of(self.mesh, x.shape)))
 

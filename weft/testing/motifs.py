@@ -77,7 +77,7 @@ def layers(m: Maker) -> None:
         m.emit(lambda a, c: a @ c, y, m.input((h, f), _on(m, {axis: S(1)})))
 
 
-def whole(m: Maker) -> None:
+def full_tensors(m: Maker) -> None:
     """Nothing sharded yet."""
     (b, h, f) = (m.rng.choice(m.sizes) for _ in range(3))
     x, w = m.input((b, h), _on(m)), m.input((h, f), _on(m))
@@ -109,4 +109,4 @@ def training(m: Maker) -> None:
         m.state.append((m.keep(w - 0.1 * g), w))
 
 
-MOTIFS: tuple[Callable[[Maker], Any], ...] = (optimizer, optimizer, layers, layers, whole, boundary, training)
+MOTIFS: tuple[Callable[[Maker], Any], ...] = (optimizer, optimizer, layers, layers, full_tensors, boundary, training)

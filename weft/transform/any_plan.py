@@ -84,7 +84,7 @@ def _leaves(n: Node, eq: Equation) -> tuple[tuple[str, int], ...]:
     """The dims that plans shard, and the size of a leaf of each, which is the same under all of them."""
     size = {x: s for labels, a in zip(eq.ins, n.args, strict=True) for x, s in zip(labels, a.shape, strict=True)}
     kept = {x for x in size if all(x in out for out in eq.outs)}
-    return tuple((x, _leaf(size[x], x in kept)) for x in _labels(n, eq) if x != ONE and x not in eq.whole and size[x] > 1)
+    return tuple((x, _leaf(size[x], x in kept)) for x in _labels(n, eq) if x != ONE and x not in eq.unsharded and size[x] > 1)
 
 
 def _leaf(size: int, kept: bool) -> int:

@@ -31,7 +31,7 @@ class _Parts:
     dim: int
     shape: tuple[int, ...]
 
-    def whole(self) -> Node:
+    def full(self) -> Node:
         return reshape(concat(list(self.nodes), self.dim), self.shape)  # type: ignore[no-any-return]
 
     def each(self, op: Any, shape: Sequence[int], **attrs: Any) -> _Parts:
@@ -50,7 +50,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
             if isinstance(found, Node):
                 return found
             parts[n] = found
-        elif len(n.args) == 1 and n.args[0] in parts and (on := _passed(n, parts[n.args[0]])) is not None and on.whole().type == n.type:
+        elif len(n.args) == 1 and n.args[0] in parts and (on := _passed(n, parts[n.args[0]])) is not None and on.full().type == n.type:
             parts[n] = on
         elif (results := _chunked(n, made, axis, chunks)) is not None:
             if len(n.types) > 1:
@@ -59,7 +59,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
             parts[n] = results[0]  # type: ignore[assignment]
         else:
             return with_operands(n, args)
-        return parts[n].whole()
+        return parts[n].full()
 
     return rebuilt(p, node, made)
 
@@ -77,7 +77,7 @@ def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[No
     label, outer = eq.label(0, at[0]), math.prod(a.size for a in atoms[: last + 1])
     inner = first.shape[at[0]] // outer
     dims = dict(eq.dims_of(label))
-    if lone or inner % chunks or label in eq.whole:
+    if lone or inner % chunks or label in eq.unsharded:
         return None
     try:
         given = [_split(made[a], dims[k], outer, chunks, axis) if k in dims else [made[a]] * chunks for k, a in enumerate(n.args)]

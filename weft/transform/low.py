@@ -28,7 +28,7 @@ EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
 
 def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False) -> Program:
     """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared. A scale for every row or, with `blocks`,
-    for every block of 128, where what is summed and its shards are whole blocks."""
+    for every block of 128, where what is summed and its shards are multiples of blocks."""
     kept, loss = _of_heads(p, spared), p.output_names.get("loss")
     forward = p.needs(loss) if loss is not None else set()  # gradients are summed in float32: over all tokens, fewer digits lose what is small
 

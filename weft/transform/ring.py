@@ -34,7 +34,7 @@ def _chunked(p: Program, node: Node, axis: str) -> Program:
 
 def gathering(p: Program, axis: str) -> list[Node]:
     """Ops kept in one piece that read what is gathered along the axis."""
-    return [n for n in p.nodes if n.op.kind is Kind.WHOLE and any(_is_gather(a, axis) for a in n.args)]
+    return [n for n in p.nodes if n.op.kind is Kind.COMPOSITE and any(_is_gather(a, axis) for a in n.args)]
 
 
 def _is_gather(node: Node, axis: str) -> bool:

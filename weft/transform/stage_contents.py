@@ -15,11 +15,11 @@ from weft.core.names import bare
 from weft.core.node import Node, toposort
 from weft.core.role import Role
 from weft.frontend.capture import Captured
-from weft.plan.layers import ATTENTION, FFN, WHOLE, Layers, of_host
+from weft.plan.layers import ATTENTION, FFN, FULL, Layers, of_host
 from weft.plan.spec import Piece, Spec, left_to_host
 from weft.plan.split import Cut, Forward, Region, narrow
 
-HALVES = {"layer": (WHOLE, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
+HALVES = {"layer": (FULL, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 
 
 @dataclass
@@ -124,7 +124,7 @@ def _describe_halves(halves: int) -> str:
 
 
 def _regions(layers: Layers, k: int, mode: str, half: int) -> list[Region]:
-    if mode == "none" or (half != WHOLE and layers.middle(k) is None):
+    if mode == "none" or (half != FULL and layers.middle(k) is None):
         return []
     return layers.again(k, mode, half)
 

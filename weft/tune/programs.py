@@ -103,7 +103,7 @@ def _overlaps_after(p: Program, node: Node, dim: int) -> Iterator[tuple[str, Cal
 
 
 def _neighbours(p: Program) -> list[tuple[Node, Node]]:
-    heavy = (Kind.CONTRACT, Kind.WHOLE)
+    heavy = (Kind.CONTRACT, Kind.COMPOSITE)
     pairs = []
     for n in p.nodes:
         for a in n.args:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from weft.core.errors import CaptureError
 from weft.core.names import part
 
-_WHOLE = (Tensor, nn.Module, torch.Size, str, bytes, enum.Enum, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_OPAQUE = (Tensor, nn.Module, torch.Size, str, bytes, enum.Enum, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def children(value: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:
     """The parts of a container and the keys they stand at, of any object its attributes or what it says; None for a leaf."""
-    if isinstance(value, _WHOLE):
+    if isinstance(value, _OPAQUE):
         return None
     if hasattr(type(value), "batch_parts"):
         return list(value.batch_parts())

@@ -31,7 +31,7 @@ class ModuleCall:
     written: tuple[tuple[str, Node], ...]  # buffers that it left changed, by their name in the module
     grad: bool  # whether gradients were on
     cast: torch.dtype | None  # autocast's
-    whole: bool  # whether all it depends on is known
+    complete: bool  # whether all it depends on is known
     inside: tuple[ModuleCall, ...] = ()
 
     @property
@@ -62,7 +62,7 @@ class ModuleCall:
         """The call as a part of the block at the path, which is made again of the nodes kept; all of it if it needs no other."""
         lost = [n for n in self.nodes if n not in kept and not slots.isdisjoint(toposort([n]))]
         inside, below = tuple(c.within(path, slots, kept) for c in self.inside), not path or self.path.startswith(f"{path}.")
-        return replace(self, path=self.path.removeprefix(path).strip("."), whole=self.whole and below and not lost, inside=inside)
+        return replace(self, path=self.path.removeprefix(path).strip("."), complete=self.complete and below and not lost, inside=inside)
 
 
 @dataclass

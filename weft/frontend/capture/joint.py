@@ -245,7 +245,7 @@ class _Around:
         return hooked(self.recorder, result, hooks) if isinstance(result, tuple) else hooked(self.recorder, (result,), hooks)[0]
 
 
-def hooked(recorder: Recorder, values: tuple[Any, ...], hooks: Sequence[Any], more: tuple[Any, ...] = (), whole: bool = False) -> tuple[Any, ...]:
+def hooked(recorder: Recorder, values: tuple[Any, ...], hooks: Sequence[Any], more: tuple[Any, ...] = (), complete: bool = False) -> tuple[Any, ...]:
     """Values whose gradients are what hooks make of them; each must be made of its own alone. Hooks are asked again when gradients are."""
     moving = [i for i, x in enumerate(values) if hooks and isinstance(x, Tensor) and recorder.moves(recorder.node(x))]
     if not moving or not torch.is_grad_enabled():
@@ -270,7 +270,7 @@ def hooked(recorder: Recorder, values: tuple[Any, ...], hooks: Sequence[Any], mo
         if g is not None and (g.type != node.type or others & set(toposort([g]))):
             raise CustomGradient("a hook")
         if g is not starts[i]:
-            out[i] = recorder.wrap(with_gradient("hook", node, [node], starts[i], [g], recorder.next_call(), whole), values[i])
+            out[i] = recorder.wrap(with_gradient("hook", node, [node], starts[i], [g], recorder.next_call(), complete), values[i])
     recorder.step.again.append(lambda: made() == first)
     return tuple(out)
 

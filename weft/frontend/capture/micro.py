@@ -44,7 +44,7 @@ class Micro:
 
     `dims` are the tensors of the batch that are sharded, and along which dim; `first` gives, of the full batch, inputs of every micro-batch
     and buffers that no parameter changes. Other buffers are the same after every micro-batch, each begun with what was there before.
-    Where `whole` is none, the step is not derived: its loss is a part of the mean over the micro-batches' own.
+    Where `full` is none, the step is not derived: its loss is a part of the mean over the micro-batches' own.
     """
 
     captured: Captured
@@ -52,7 +52,7 @@ class Micro:
     dims: Mapping[str, int]
     first: Program | None = None
     summed: frozenset[str] = frozenset()
-    whole: Captured | None = None
+    full: Captured | None = None
 
 
 GIVEN = (Role.BATCH, Role.AHEAD, Role.SEED)  # inputs that come with a micro-batch rather than with the model or the optimizer
@@ -61,7 +61,7 @@ GIVEN = (Role.BATCH, Role.AHEAD, Role.SEED)  # inputs that come with a micro-bat
 def in_micro_batches(captured: Captured, parts: int, dims: Mapping[str, int]) -> Micro:
     """The step split into equal micro-batches; one that is no sum over them is refused in words."""
     require_gradients(captured)
-    return Micro(captured, 1, dims, whole=captured) if parts == 1 else _Derivation(captured, parts, dims).micro()
+    return Micro(captured, 1, dims, full=captured) if parts == 1 else _Derivation(captured, parts, dims).micro()
 
 
 def require_gradients(captured: Captured) -> None:
@@ -394,7 +394,7 @@ def _sharded_operands(eq: Equation, here: Sequence[Placement]) -> list[tuple[Pla
     found = []
     labels = {eq.label(k, p.dim): p.within for k, p in enumerate(here) if isinstance(p, S)}
     for label, within in labels.items():
-        if label not in eq.whole and label != ONE:
+        if label not in eq.unsharded and label != ONE:
             dims = dict(eq.dims_of(label))
             found.append(tuple(S(dims[k], within) if k in dims else R for k in range(len(here))))
     return found
@@ -448,7 +448,7 @@ def _moved(block: Instance, made: Mapping[Node, Node]) -> Instance:
 
 def unrolled(micro: Micro) -> Captured:
     """All micro-batches in one program, one behind the other."""
-    assert micro.whole is not None
+    assert micro.full is not None
     one, outputs = micro.captured.program, dict[str, Node]()
     leaves = {name: n for name, n in one.outputs if name == "loss" or name.startswith("buffer.")}
     copies = []
@@ -460,7 +460,7 @@ def unrolled(micro: Micro) -> Captured:
             outputs[name] = add(outputs[name], copy[n]) if sums else outputs.get(name, copy[n])
     outputs |= {name: n for name, n in (micro.first.outputs if micro.first is not None else ()) if name.startswith("buffer.")}
     made = with_loss(micro.captured, outputs, copies)
-    program = _program(micro.whole.program.name, micro.whole.program, made.program.output_names, made.program.lines)
+    program = _program(micro.full.program.name, micro.full.program, made.program.output_names, made.program.lines)
     return replace(made, program=program, blocks=(tuple(_forward_block(micro, copy, copies) for copy in copies),))
 
 
@@ -476,7 +476,7 @@ def _forward_block(micro: Micro, copy: Mapping[Node, Node], copies: Sequence[Map
 
 def _given(micro: Micro, j: int, name: str, n: Node) -> Node:
     """An input of micro-batch j, made of the full batch's inputs."""
-    assert micro.whole is not None
+    assert micro.full is not None
     if name == PART:
         return constant(j, n.dtype, n.mesh)
     if name.startswith(FIRST):
@@ -484,5 +484,5 @@ def _given(micro: Micro, j: int, name: str, n: Node) -> Node:
         return micro.first.output_names[name]
     if name in micro.dims:
         dim = micro.dims[name]
-        return narrow(micro.whole.program.input_names[name], dim, j * n.shape[dim], (j + 1) * n.shape[dim])  # type: ignore[no-any-return]
+        return narrow(micro.full.program.input_names[name], dim, j * n.shape[dim], (j + 1) * n.shape[dim])  # type: ignore[no-any-return]
     return n

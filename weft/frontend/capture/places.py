@@ -118,13 +118,13 @@ class Contents:
     """What lies in a container, as an item."""
 
     def __init__(self, full: Any) -> None:
-        self.whole = full
+        self.full = full
 
     def __getitem__(self, _: Any) -> Any:
-        return copied(self.whole)
+        return copied(self.full)
 
     def __setitem__(self, _: Any, copy: Any) -> None:
-        restore(self.whole, copy)
+        restore(self.full, copy)
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any], contents: list[tuple[Any, Any]], words: str) -> list[Change]:

@@ -113,7 +113,7 @@ def lesson(target: str) -> str:
     from weft.ops.registry import Kind
 
     {name} = weft.lang.define(
-        "{name}", kind=Kind.WHOLE,
+        "{name}", kind=Kind.COMPOSITE,
         equation="a b -> a b",              # the dims of every operand and result; what may be cut follows
         run=torch.ops.{target},
         vjp=lambda n, ct: (...,),           # one gradient per operand, in weft ops
@@ -410,7 +410,7 @@ def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
     node = r.ref(x).read()
     if node.op is input_op or not r.moves(node):
         raise CustomGradient("register_hook")
-    (made,) = hooked(r, (x,), [lambda grads: hook(*grads)], whole=True)
+    (made,) = hooked(r, (x,), [lambda grads: hook(*grads)], complete=True)
     r.ref(x).stand_for(r.ref(made).read())
     return Handle()
 
@@ -418,7 +418,7 @@ def _register_hook(r: Recorder, x: Tensor, hook: Any) -> Any:
 def _require_hooked(of: Iterable[Node]) -> None:
     """Autograd must run where a value was read before it was hooked."""
     nodes = toposort(of)
-    full = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("whole")}
+    full = {n.args[0]: n for n in nodes if n.op is own_gradient and n.attr("complete")}
     if any(full.get(a, n) is not n for n in nodes for a in n.args) or any(n in full for n in of):
         raise CustomGradient("register_hook")
 

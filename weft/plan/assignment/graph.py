@@ -33,11 +33,11 @@ class Facts:
 class Graph:
     """A problem that is being reduced. `reason` says why there is no solution."""
 
-    def __init__(self, full: Problem) -> None:
-        self.whole = full
-        self.cost = [full.costs(v).copy() for v in range(full.nodes)]
-        self.kept = [np.arange(k) for k in full.k]
-        self.near: list[dict[int, Floats]] = [{} for _ in range(full.nodes)]
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.cost = [problem.costs(v).copy() for v in range(problem.nodes)]
+        self.kept = [np.arange(k) for k in problem.k]
+        self.near: list[dict[int, Floats]] = [{} for _ in range(problem.nodes)]
         self.decided: dict[int, tuple[tuple[int, ...], Ints]] = {}
         self.follows: list[int] = []  # the decided that carry their claims to their decider
         self.paid = 0.0
@@ -45,12 +45,12 @@ class Graph:
         self.todo: deque[int] = deque()
         self.waiting: set[int] = set()
         self._facts = lru_cache(maxsize=1 << 14)(_facts)
-        for e in range(full.edges):
-            self.link(int(full.tail[e]), int(full.head[e]), full.table(e))
+        for e in range(problem.edges):
+            self.link(int(problem.tail[e]), int(problem.head[e]), problem.table(e))
 
     @property
     def live(self) -> list[int]:
-        return [v for v in range(self.whole.nodes) if v not in self.decided]
+        return [v for v in range(self.problem.nodes) if v not in self.decided]
 
     def facts(self, w: Floats) -> Facts:
         """Layers repeat, and so do tables: most are known already."""
@@ -149,7 +149,7 @@ class Graph:
 
     def _decide(self, v: int, by: tuple[int, ...], choice: Ints) -> None:
         """Note that v takes its strategy choice[a, ..] when its deciders take theirs numbered a, .."""
-        table = np.zeros(self.whole.k[list(by)], np.int64)
+        table = np.zeros(self.problem.k[list(by)], np.int64)
         table[np.ix_(*(self.kept[u] for u in by))] = self.kept[v][choice]
         self.decided[v] = by, table
         self.revisit(*by)
@@ -162,7 +162,7 @@ class Graph:
 
     def origins(self) -> tuple[Ints, list[Ints]]:
         """For each node of the full problem: whom it follows in the end, and its strategy for each of that one's."""
-        root, strategy = np.arange(self.whole.nodes), list(self.kept)
+        root, strategy = np.arange(self.problem.nodes), list(self.kept)
         for v in reversed(self.follows):
             (u,), table = self.decided[v]
             root[v], strategy[v] = root[u], table[strategy[u]]

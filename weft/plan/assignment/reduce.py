@@ -39,9 +39,9 @@ class Reduced:
     reason: str | None = None
 
 
-def reduce(full: Problem) -> Reduced:
+def reduce(problem: Problem) -> Reduced:
     """The smallest problem the six steps lead to."""
-    done = _pass(full)
+    done = _pass(problem)
     while done.reason is None and done.core.nodes:
         more = _pass(done.core)
         size = _size(done.core)
@@ -59,10 +59,10 @@ def _after(outer: Callable[[Ints], Ints], inner: Callable[[Ints], Ints]) -> Call
     return lambda x: outer(inner(x))
 
 
-def _pass(full: Problem) -> Reduced:
+def _pass(problem: Problem) -> Reduced:
     """Each step once, where it applies."""
-    g = Graph(full)
-    g.propagate(range(full.nodes))
+    g = Graph(problem)
+    g.propagate(range(problem.nodes))
     if g.reason is None:
         usage = _Usage(g)
         if usage.reason is None:
@@ -88,7 +88,7 @@ class _Usage:
 
     def _room(self, spans: dict[int, Span], fixed: Floats) -> Floats:
         """Limit less the least usage of every node, at every time."""
-        limit = self.g.whole.limit
+        limit = self.g.problem.limit
         room = limit - fixed - _total(spans, np.min, len(limit))
         if (room < -TOLERANCE * limit).any():
             t = int(room.argmin())
@@ -162,7 +162,7 @@ def _most(w_b: Floats, w_a: Floats) -> Floats:
 
 def _spans(g: Graph) -> tuple[dict[int, Span], Floats]:
     """Usage over time of each node with a choice, followers included, and that of all nodes without."""
-    p = g.whole
+    p = g.problem
     root, strategy = g.origins()
     width = np.array([len(s) for s in strategy], np.int64)[p.owner]
     amounts = np.concatenate([np.zeros(0), *(p.usage(q)[strategy[v]] for q, v in enumerate(p.owner.tolist()))])
@@ -202,10 +202,10 @@ def _core(g: Graph) -> Reduced:
     live, number = g.live, {v: i for i, v in enumerate(usage.free)}
     edges = [(number[u], number[v], w) for u in usage.free for v, w in g.near[u].items() if u < v]
     claims = [(number[v], *claim) for v, span in usage.spans.items() if v in number for claim in _claims(*span)]
-    core = assemble([g.cost[v] for v in usage.free], edges, claims, usage.room, g.whole.name)
+    core = assemble([g.cost[v] for v in usage.free], edges, claims, usage.room, g.problem.name)
 
     def lift(x: Ints) -> Ints:
-        full = np.zeros(g.whole.nodes, np.int64)
+        full = np.zeros(g.problem.nodes, np.int64)
         for v in live:
             full[v] = g.kept[v][x[number[v]] if v in number else 0]
         return g.complete(full)

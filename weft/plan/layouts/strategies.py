@@ -114,7 +114,7 @@ class Strategies:
         yield tuple(R for _ in operands)
         if n == 1:
             return
-        for label in dict.fromkeys(x for labels in eq.ins for x in labels if x != ONE and x not in eq.whole):
+        for label in dict.fromkeys(x for labels in eq.ins for x in labels if x != ONE and x not in eq.unsharded):
             dims = dict(eq.dims_of(label))
             withins = [None, *(w for k, d, w in inner if eq.label(k, d) == label)]
             if all(node.args[k].shape[d] % n == 0 for k, d in eq.dims_of(label)):
@@ -203,5 +203,5 @@ def may_pend(node: Node, pending: Sequence[bool]) -> bool:
     if node.op.equation is None:
         return node.op.kind is Kind.VIEW and any(pending)
     eq = node.op.equation(tuple(t for a in node.args for t in a.types), dict(node.attrs))
-    reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.whole)
+    reduced = any(x not in out for labels in eq.ins for x in labels for out in eq.outs if x != ONE and x not in eq.unsharded)
     return reduced or any(all(pending[k] for k in who) for who in _jointly_linear(node))

@@ -134,7 +134,7 @@ class Grounder:
         eq = form.op.equation(tuple(self.u.type[r] for r in reps), dict(form.attrs))
         for c in wanted:
             d, k, e = (env.attrs.get(v, v) for v in c.args)
-            if d >= len(eq.ins[k]) or e >= len(eq.outs[0]) or eq.ins[k][d] != eq.outs[0][e] or eq.ins[k][d] in eq.whole:
+            if d >= len(eq.ins[k]) or e >= len(eq.outs[0]) or eq.ins[k][d] != eq.outs[0][e] or eq.ins[k][d] in eq.unsharded:
                 return False
             if sum(eq.ins[k][d] in labels for labels in eq.ins) > 1:
                 return False

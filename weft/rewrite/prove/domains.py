@@ -77,7 +77,7 @@ class Domain:
         if kind is Kind.SOURCE:
             made = node.op.local(Local(node, at), **attrs) if node.op.local is not None else node.op.run(**attrs)
             return self._numbers(made)
-        if node.op.field is not None and node.op.local is None and kind is not Kind.WHOLE:
+        if node.op.field is not None and node.op.local is None and kind is not Kind.COMPOSITE:
             return self.polynomial(node, args)
         return self.unknown(node, at, args)
 
@@ -101,12 +101,12 @@ class Domain:
         shape = node.types[k].layout.local_shape(at)
         head = (crc((node.op.name, _plain_attrs(node))), k)
         sizes = {x: n for labels, a in zip(eq.ins, args, strict=True) for x, n in zip(labels, a.shape, strict=True) if x != ONE}
-        lost = [x for x in sizes if x not in eq.outs[k] and x not in eq.whole]
+        lost = [x for x in sizes if x not in eq.outs[k] and x not in eq.unsharded]
         places = _positions(node, eq, at) if node.op.local is not None else {}
         codes = []
         for index in itertools.product(*(range(n) for n in shape)):
             env = dict(zip(eq.outs[k], index, strict=True))
-            fixed = tuple(env[x] for x in eq.outs[k] if x in eq.whole or x not in sizes)
+            fixed = tuple(env[x] for x in eq.outs[k] if x in eq.unsharded or x not in sizes)
             terms = []
             for more in itertools.product(*(range(sizes[x]) for x in lost)):
                 full = {**env, **dict(zip(lost, more, strict=True))}
@@ -145,14 +145,14 @@ def _flat(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _row(a: torch.Tensor, labels: tuple[str, ...], env: Mapping[str, int], eq: Equation) -> tuple[int, ...]:
-    index = tuple(0 if x == ONE else slice(None) if x in eq.whole or x not in env else env[x] for x in labels)
+    index = tuple(0 if x == ONE else slice(None) if x in eq.unsharded or x not in env else env[x] for x in labels)
     return tuple(a[index].reshape(-1).tolist())
 
 
 def _positions(node: Node, eq: Equation, at: Mapping[str, int]) -> dict[str, list[int]]:
     """Global indices of every label, for ops that know which slice they hold."""
     ctx = Local(node, at)
-    first = {x: (k, d) for k, labels in reversed(list(enumerate(eq.ins))) for d, x in enumerate(labels) if x != ONE and x not in eq.whole}
+    first = {x: (k, d) for k, labels in reversed(list(enumerate(eq.ins))) for d, x in enumerate(labels) if x != ONE and x not in eq.unsharded}
     return {x: ctx.positions(k, d).tolist() for x, (k, d) in sorted(first.items())}
 
 
@@ -160,7 +160,7 @@ def _opaque(node: Node) -> Equation:
     """An op without an equation is one function of all its operands, which are replicated."""
     ins = tuple(tuple(f"w{k}_{d}" for d in range(a.ndim)) for k, a in enumerate(node.args))
     outs = tuple(tuple(f"o{k}_{d}" for d in range(len(t.shape))) for k, t in enumerate(node.types))
-    return Equation(ins, outs, whole=frozenset(x for labels in (*ins, *outs) for x in labels))
+    return Equation(ins, outs, unsharded=frozenset(x for labels in (*ins, *outs) for x in labels))
 
 
 def _plain_attrs(node: Node) -> tuple[tuple[str, Any], ...]:

@@ -36,13 +36,13 @@ def mixed(given: Form) -> Form:
 
     def equation(types: Types, attrs: Attrs) -> Equation:
         eq: Equation = given.op.equation(types, attrs)
-        return replace(eq, whole=frozenset(x for labels in (*eq.ins, *eq.outs) for x in labels))
+        return replace(eq, unsharded=frozenset(x for labels in (*eq.ins, *eq.outs) for x in labels))
 
     def run(*xs: torch.Tensor, **attrs: Any) -> torch.Tensor:
         y = given.op.run(*xs, **attrs)
         return torch.cumsum(y.reshape(-1) ** 2, 0).reshape(y.shape)
 
-    op = define(f"mixed_{given.op.name}", kind=Kind.WHOLE, equation=equation, run=run)
+    op = define(f"mixed_{given.op.name}", kind=Kind.COMPOSITE, equation=equation, run=run)
     return Form(OPS.pop(op.name), given.attrs, given.arity, given.fixed)
 
 
@@ -63,7 +63,7 @@ def _unknown(name: str, arity: int, linear: tuple[frozenset[int], ...], keeps: l
     def equation(types: Types, attrs: Attrs) -> Equation:
         return _unknown_equation([len(t.shape) for t in types], keeps, pointwise)
 
-    op = define(name, kind=Kind.WHOLE, equation=equation, run=_never, linear=linear, vjp=_unknown_vjp(name, linear, keeps, pointwise))
+    op = define(name, kind=Kind.COMPOSITE, equation=equation, run=_never, linear=linear, vjp=_unknown_vjp(name, linear, keeps, pointwise))
     return OPS.pop(op.name)
 
 
@@ -76,7 +76,7 @@ def _unknown_equation(ranks: Sequence[int], keeps: list[tuple[Any, ...]], pointw
     for d, k, e in keeps:
         ins[k][d] = out[e] = f"kept{d}"
     full = frozenset(x for labels in (*ins, out) for x in labels if not x.startswith("kept"))
-    return Equation(tuple(map(tuple, ins)), (tuple(out),), whole=full, sizes={"o0": 2, "o1": 2})
+    return Equation(tuple(map(tuple, ins)), (tuple(out),), unsharded=full, sizes={"o0": 2, "o1": 2})
 
 
 def _unknown_vjp(name: str, linear: tuple[frozenset[int], ...], keeps: list[tuple[Any, ...]], pointwise: bool) -> Any:
@@ -93,10 +93,10 @@ def _unknown_vjp(name: str, linear: tuple[frozenset[int], ...], keeps: list[tupl
         ins = (there.outs[0], *(there.ins[j] for j in others))
 
         def equation(types: Types, attrs: Attrs) -> Equation:
-            return Equation(ins, (there.ins[k],), whole=there.whole, sizes=sizes)
+            return Equation(ins, (there.ins[k],), unsharded=there.unsharded, sizes=sizes)
 
         also = [frozenset({1 + i}) for i, j in enumerate(others) if j != k and frozenset({j}) in linear]
-        back = define(f"{name}~{k}", kind=Kind.WHOLE, equation=equation, run=_never, linear=(frozenset({0}), *also))
+        back = define(f"{name}~{k}", kind=Kind.COMPOSITE, equation=equation, run=_never, linear=(frozenset({0}), *also))
         OPS.pop(back.name, None)
         return back(ct, *(node.args[j] for j in others))
 

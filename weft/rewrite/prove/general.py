@@ -222,7 +222,7 @@ def _tie(node: Node, tied: _Tied) -> None:
     for found in places.values():
         tied.tie(found)
     if node.op.kind is Kind.VIEW and new:  # concat, narrow, pad: the new dim is made of the old ones
-        tied.tie([*new, *(found[0] for x, found in places.items() if x in eq.whole)])
+        tied.tie([*new, *(found[0] for x, found in places.items() if x in eq.unsharded)])
 
 
 def _count(program: Program, tied: _Tied) -> dict[tuple[Node, int], int]:

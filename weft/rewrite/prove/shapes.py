@@ -75,7 +75,7 @@ class _Solver:
             for x, dim in zip(labels, self.dims[a], strict=True):
                 if x != ONE:
                     self._unify(places.setdefault(x, dim), dim)
-        joined = tuple(sorted(y for x, dim in places.items() if x in eq.whole for y in dim))
+        joined = tuple(sorted(y for x, dim in places.items() if x in eq.unsharded for y in dim))
         return [places.get(x) or (joined if node.op.kind is Kind.VIEW else (str(eq.sizes.get(x, 1)),)) for x in eq.outs[0]]
 
     def _full(self, s: Sum) -> Sum:

@@ -35,12 +35,12 @@ class AnyOp:
 
     ins: tuple[str, ...]
     out: str
-    whole: str = ""
+    unsharded: str = ""
     linear: tuple[frozenset[int], ...] = ()
 
     @property
     def is_pointwise(self) -> bool:
-        return not self.whole and all(self.out.endswith(labels) for labels in self.ins)
+        return not self.unsharded and all(self.out.endswith(labels) for labels in self.ins)
 
     def meets(self, c: Condition, dims: Mapping[str, Any]) -> bool:
         if c.kind == "linear":
@@ -50,10 +50,10 @@ class AnyOp:
         d, k, e = (dims.get(v, v) for v in c.args)
         label = self.ins[k][d : d + 1]
         alone = sum(label in labels for labels in self.ins) == 1
-        return bool(label) and self.out[e : e + 1] == label and label not in self.whole and alone
+        return bool(label) and self.out[e : e + 1] == label and label not in self.unsharded and alone
 
     def __str__(self) -> str:
-        text = f"{', '.join(self.ins)} -> {self.out}" + (f", unsharded {self.whole}" if self.whole else "")
+        text = f"{', '.join(self.ins)} -> {self.out}" + (f", unsharded {self.unsharded}" if self.unsharded else "")
         return text + (f", linear in {' and '.join(str(sorted(s)) for s in self.linear)}" if self.linear else "")
 
 
@@ -94,8 +94,8 @@ def any_ops(arity: int) -> tuple[AnyOp | Lookup, ...]:
 def _op(name: str, known: AnyOp) -> Op:
     """The op as an entry, so that its types follow from the rules all ops have."""
     made = {x: 2 for x in known.out if not any(x in labels for labels in known.ins)}
-    equation = Equation(tuple(map(tuple, known.ins)), (tuple(known.out),), frozenset(known.whole), sizes=made)
-    op = define(f"{name}?{known}", kind=Kind.WHOLE, equation=lambda types, attrs: equation, run=_unknown, linear=known.linear)
+    equation = Equation(tuple(map(tuple, known.ins)), (tuple(known.out),), frozenset(known.unsharded), sizes=made)
+    op = define(f"{name}?{known}", kind=Kind.COMPOSITE, equation=lambda types, attrs: equation, run=_unknown, linear=known.linear)
     return OPS.pop(op.name)
 
 

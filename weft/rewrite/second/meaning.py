@@ -229,18 +229,18 @@ class Meaning:
 
     def _by_equation(self, node: Node, eq: Equation, k: int, args: list[Array]) -> Array:
         sizes = {x: n for labels, a in zip(eq.ins, args, strict=True) for x, n in zip(labels, a.shape, strict=True) if x != ONE}
-        lost = [x for x in sizes if x not in eq.outs[k] and x not in eq.whole]
+        lost = [x for x in sizes if x not in eq.outs[k] and x not in eq.unsharded]
         shape = [sizes.get(x, eq.sizes.get(x, 1)) for x in eq.outs[k]]
         attrs = [(key, v) for key, v in node.attrs if key not in ("mesh", "layout", "shards")]
         name = f"{node.op.name}{attrs or ''}{k or ''}"
         terms = []
         for index in _indices(shape):
             env = dict(zip(eq.outs[k], index, strict=True))
-            which = [env[x] for x in eq.outs[k] if x in eq.whole or x not in sizes]
+            which = [env[x] for x in eq.outs[k] if x in eq.unsharded or x not in sizes]
             parts = []
             for more in _indices([sizes[x] for x in lost]):
                 full = {**env, **dict(zip(lost, more, strict=True))}
-                rows = [_seen(a, labels, full, eq.whole) for a, labels in zip(args, eq.ins, strict=True)]
+                rows = [_seen(a, labels, full, eq.unsharded) for a, labels in zip(args, eq.ins, strict=True)]
                 parts.append(self._applied(f"{name}{which or ''}", node, rows))
             terms.append(self.total(parts, eq.reduce))
         return boxed(shape, terms)
