@@ -195,7 +195,7 @@ def not_local(op: str, where: Callable[[Node], bool] = lambda n: True, **facets:
 
 
 def _cut(n: Node) -> bool:
-    return any(atom.cut for t in (*n.types, *(a.types[0] for a in n.args)) for dim in t.layout.dims for atom in dim)
+    return any(atom.axes for t in (*n.types, *(a.types[0] for a in n.args)) for dim in t.layout.dims for atom in dim)
 
 
 def scaled(at: Callable[[Program], Node], by: float) -> Edit:

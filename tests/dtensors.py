@@ -33,7 +33,7 @@ def _placed(layout: Layout, axis: str, placement: Any) -> Layout:
         needed = "Shard, _StridedShard, Replicate or Partial"
         raise LayoutError(f"weft has no placement like {placement!r}", needed=needed, found=type(placement).__name__)
     dim = placement.dim % layout.rank
-    return layout.cut(axis, dim, _within(layout, axis, dim, getattr(placement, "split_factor", 1)))
+    return layout.shard(axis, dim, _within(layout, axis, dim, getattr(placement, "split_factor", 1)))
 
 
 def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
@@ -42,7 +42,7 @@ def _within(layout: Layout, axis: str, dim: int, blocks: int) -> int:
     while atoms and (need > 1 or _left(atoms[0], layout.mesh.axes, layout.mesh) == 1):
         atom = atoms.pop(0)
         held = _left(atom, layout.mesh.axes, layout.mesh)
-        if need > 1 and not atom.cut and held % need == 0:
+        if need > 1 and not atom.axes and held % need == 0:
             held, atoms = need, [Atom(atom.size // need), *atoms]
         if need % held:
             break

@@ -81,7 +81,7 @@ def _finish(ct: Node | None, arg: Node, reduce: bool) -> Node:
     if ct is None:
         ct = expand_like(constant(0.0, arg.dtype, arg.mesh), arg)
     if reduce:
-        ct = all_reduce_partials(ct) if any(isinstance(p, P) for _, p in arg.layout.held) else reshard(ct, arg.layout)
+        ct = all_reduce_partials(ct) if any(isinstance(p, P) for _, p in arg.layout.partials) else reshard(ct, arg.layout)
     return ct
 
 
@@ -209,14 +209,14 @@ def _pull(node: Node, cts: list[Node | None]) -> Sequence[Node | None]:
     try:
         return node.op.vjp(node, *full)  # type: ignore[no-any-return]
     except TypeMismatch:
-        if all(ct is None or not any(isinstance(p, P) for _, p in ct.layout.held) for ct in full):
+        if all(ct is None or not any(isinstance(p, P) for _, p in ct.layout.partials) for ct in full):
             raise
         return node.op.vjp(node, *[all_reduce_partials(ct) if ct is not None else None for ct in full])  # type: ignore[no-any-return]
 
 
 def _with_extremes_done(node: Node) -> Node:
     """A slope at a partial max is not the max of slopes, so the vjp sees the values themselves."""
-    pending = [len(a.types) == 1 and any(isinstance(p, P) and p.op != "sum" for _, p in a.layout.held) for a in node.args]
+    pending = [len(a.types) == 1 and any(isinstance(p, P) and p.op != "sum" for _, p in a.layout.partials) for a in node.args]
     if is_comm(node) or not any(pending):
         return node
     return make(node.op, tuple(all_reduce_partials(a) if wait else a for a, wait in zip(node.args, pending, strict=True)), dict(node.attrs))

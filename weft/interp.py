@@ -129,7 +129,7 @@ def _communicate(node: Node, args: list[list[Value]], prime: int | None) -> list
 def take_local(value: torch.Tensor, layout: Layout, at: Mapping[str, int]) -> torch.Tensor:
     """The rank's slice of a global value."""
     for d in range(layout.rank):
-        if any(a.cut for a in layout.dims[d]):
+        if any(a.axes for a in layout.dims[d]):
             value = value.index_select(d, layout.positions(d, at).to(value.device))
     return value
 
@@ -140,7 +140,7 @@ def distribute(value: torch.Tensor, type_: Type, seed: int = 0, prime: int | Non
     places = list(layout.mesh.places())
     locals_: list[Any] = [take_local(value, layout, at).clone() if layout.present(at) else None for at in places]
     gen = torch.Generator().manual_seed(seed)
-    for axis, place in layout.held:
+    for axis, place in layout.partials:
         drawn: dict[Any, list[torch.Tensor]] = {}
         for group in layout.mesh.groups(axis) if isinstance(place, P) else ():
             x = locals_[group[0]]
@@ -185,7 +185,7 @@ def _noise(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
 def denote(locals_: list[Any], type_: Type, *, tolerance: float = 0.0, prime: int | None = None) -> torch.Tensor:
     """The global value the ranks hold together; replicas that differ by more than the tolerance are an error."""
     layout = type_.layout
-    mesh, placements = layout.mesh, dict(layout.held)
+    mesh, placements = layout.mesh, dict(layout.partials)
     values: dict[tuple[int, ...], Any] = {tuple(mesh.coords(r).values()): x for r, x in enumerate(locals_)}
     for i in range(len(mesh.axes) - 1, -1, -1):  # fold the held axes away, innermost first
         axis = mesh.axes[i]

@@ -65,9 +65,9 @@ class Follows(Protocol):
 class Stages:
     """A step split into stages: as they were split, as they run with what they recompute, and how inputs are laid out."""
 
-    cut: tuple[Stage, ...]
+    plain: tuple[Stage, ...]
     run: tuple[Stage, ...]
-    held: Mapping[str, Placements]
+    placements: Mapping[str, Placements]
     options: PlacingOptions
 
 
@@ -175,7 +175,7 @@ def split_stages(
 
 def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedPipeline:
     """The stages placed, and the update behind them; `first` runs before them."""
-    return place_pipeline(captured, stages.run, spec, stages.held, stages.options, guarded if guard else None, first)
+    return place_pipeline(captured, stages.run, spec, stages.placements, stages.options, guarded if guard else None, first)
 
 
 def _sparse(d: Draft) -> Draft:

@@ -58,7 +58,7 @@ def resharding(mesh: Mesh, shape: tuple[int, ...]) -> list[Program]:
     """From every layout to every other, P and R and S, nested and uneven."""
     out = []
     every = layouts(mesh, shape)
-    pairs = [(i, j) for i in range(len(every)) for j, b in enumerate(every) if not any(isinstance(p, P) for _, p in b.held)]
+    pairs = [(i, j) for i in range(len(every)) for j, b in enumerate(every) if not any(isinstance(p, P) for _, p in b.partials)]
     for i, j in pairs[:: max(1, len(pairs) // 90)]:
         node = input_node("x", Type(torch.float32, every[i]))
         with contextlib.suppress(LayoutError):  # an uneven cut of an outer part cannot be made by slicing

@@ -37,7 +37,7 @@ def as_rank(rank: int, mesh: Mesh) -> Iterator[Any]:
 
 def said(mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[Layout, tuple[Any, ...]]]:
     out = []
-    for layout in layouts(mesh, shape, held=False):
+    for layout in layouts(mesh, shape, partials=False):
         try:
             out.append((layout, to_placements(layout)))
         except LayoutError:
@@ -90,7 +90,7 @@ def test_what_dtensor_says_weft_says_or_refuses(mesh: Mesh, size: int) -> None:
 
 def test_even_layouts_are_always_said() -> None:
     for mesh in MESHES:
-        for layout in layouts(mesh, (12, 2), held=False):
+        for layout in layouts(mesh, (12, 2), partials=False):
             if layout.is_even:
                 assert from_placements(mesh, (12, 2), to_placements(layout)) == layout
 

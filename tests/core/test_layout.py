@@ -22,7 +22,7 @@ Holders = dict[int, frozenset[tuple[int, ...]]]
 def torch_pieces(indices: list[int], atom: Atom, mesh: Mesh, at: dict[str, int]) -> list[int]:
     """What a place holds of an atom, cut again and again by torch.chunk itself."""
     held = torch.tensor(indices)
-    for axis in atom.cut:
+    for axis in atom.axes:
         pieces = torch.chunk(held, mesh.sizes[axis])
         held = pieces[at[axis]] if at[axis] < len(pieces) else held[:0]
     return held.tolist()
@@ -131,7 +131,7 @@ def test_uncut_holds_what_all_ranks_of_the_axis_held(case: tuple[Mesh, Layout]) 
     mesh, layout = case
     for axis in mesh.axes:
         cut = layout.where_sharded(axis)
-        whole = unless(lambda axis=axis: layout.uncut(axis), "cannot be gathered under")
+        whole = unless(lambda axis=axis: layout.gather(axis), "cannot be gathered under")
         if whole is None:
             continue
         assert whole.placement(axis) == (R if cut is not None else layout.placement(axis))
@@ -149,14 +149,14 @@ def test_cut_parts_what_a_rank_holds(case: tuple[Mesh, Layout], data: st.DataObj
         return
     axis, d = data.draw(st.sampled_from(free)), data.draw(st.integers(0, layout.rank - 1))
     within = data.draw(st.sampled_from([None, *(n for n in range(1, layout.shape[d] + 1) if layout.shape[d] % n == 0)]))
-    cut = unless(lambda: layout.cut(axis, d, within), "already cuts it", "has no inner part")
+    cut = unless(lambda: layout.shard(axis, d, within), "already cuts it", "has no inner part")
     if cut is None:
         return
     for at in mesh.places():
         parts = [held_by(cut.dims[d], mesh, {**at, axis: i}) for i in range(mesh.sizes[axis])]
         assert sorted(i for p in parts for i in p) == held_by(layout.dims[d], mesh, at)
     assert isinstance(cut.placement(axis), S)
-    assert cut.uncut(axis) == layout
+    assert cut.gather(axis) == layout
 
 
 def test_cut_within_is_the_chunk_of_every_inner_block() -> None:
@@ -183,7 +183,7 @@ def test_reshape_moves_nothing(case: tuple[Mesh, Layout], data: st.DataObject) -
         assert not _some_reshape(layout, shape)
         return
     assert new.shape == shape
-    assert new.held == layout.held
+    assert new.partials == layout.partials
     for at in mesh.places():
         assert flat_held(new, at) == flat_held(layout, at)
 
@@ -194,7 +194,7 @@ def _some_reshape(layout: Layout, shape: tuple[int, ...]) -> bool:
     cut = {a for a in mesh.axes if layout.where_sharded(a) is not None}
     same = (
         new
-        for new in layouts(mesh, shape, held=False)
+        for new in layouts(mesh, shape, partials=False)
         if {a for a in mesh.axes if new.where_sharded(a) is not None} == cut
         and all(flat_held(new, at) == flat_held(layout, at) for at in mesh.places())
     )
@@ -228,7 +228,7 @@ def test_enumeration_is_complete_for_one_axis() -> None:
         "[4, 3] a:R", "[4, 3] a:P", "[4, 3] a:P(max)", "[4, 3] a:P(min)", "[4, 3] a:O(0)", "[4, 3] a:O(1)",
         "[4, 3] a:S(0)", "[2*2, 3] a:S(0.1)", "[4, 3] a:S(1)",
     }  # fmt: skip
-    assert {str(x) for x in layouts(Mesh(a=2, b=2), (4,), held=False)} >= {"[4] a:S(0) b:S(0)", "[2*2] a:S(0.1) b:S(0.0)"}
+    assert {str(x) for x in layouts(Mesh(a=2, b=2), (4,), partials=False)} >= {"[4] a:S(0) b:S(0)", "[2*2] a:S(0.1) b:S(0.0)"}
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_enumeration_is_complete_for_one_axis() -> None:
         (lambda: P("mean"), r"a Partial has no such reduction\n\n  needed  sum or max or min\n  found   'mean'"),
         (lambda: Layout.of(Mesh(a=2), (4,), {"a": O(2)}), r"axis a has no rank 2\n\n  needed  a root from 0 to 1\n  found   O\(2\)"),
         (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"a": P(), "b": P("max")}), "one kind of partial reduction per value"),
-        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"b": S(0)}).cut("a", 0), "already shards it and comes later in the mesh"),
-        (lambda: Layout.of(Mesh(a=2, b=2), (3,), {"a": S(0), "b": S(0)}).uncut("a"), r"try     gather b first"),
+        (lambda: Layout.of(Mesh(a=2, b=2), (4,), {"b": S(0)}).shard("a", 0), "already shards it and comes later in the mesh"),
+        (lambda: Layout.of(Mesh(a=2, b=2), (3,), {"a": S(0), "b": S(0)}).gather("a"), r"try     gather b first"),
         (lambda: Layout.of(Mesh(a=2), (4,)).reshape((3,)), r"cannot reshape \[4\] to \[3\]\n\n  needed  the same number of elements"),
         (lambda: Layout.of(Mesh(a=4), (8, 3), {"a": S(0)}).reshape((2, 12)), r"runs through an atom of 4 sharded by a"),
         (lambda: Layout.of(Mesh(a=2), (0, 4), {"a": S(1)}).reshape((4, 0)), "cannot reshape an empty tensor that is sharded"),

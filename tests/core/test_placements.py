@@ -17,7 +17,7 @@ CASES = [(mesh, shape) for mesh in MESHES for shape in ((6,), (5,), (1,), (12,),
 
 @pytest.mark.parametrize(("mesh", "shape"), CASES, ids=str)
 def test_a_layout_follows_from_its_placements(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    for layout in layouts(mesh, shape, held=False):
+    for layout in layouts(mesh, shape, partials=False):
         assert Layout.of(mesh, shape, layout.placements) == layout, layout
 
 
@@ -32,7 +32,7 @@ def test_rows_that_stay_whole_are_told_apart_from_elements() -> None:
 
 @pytest.mark.parametrize(("mesh", "shape"), [(Mesh(a=2, b=2), (4, 3)), (Mesh(a=2, b=3), (6,)), (Mesh(a=3, b=2), (5, 2))], ids=str)
 def test_reshard_reaches_the_layout_asked_for(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    every = layouts(mesh, shape, held=False)
+    every = layouts(mesh, shape, partials=False)
     for here in every:
         x = input_node("x", Type(dtype_of("f64"), here))
         assert all(reshard(x, there).layout == there for there in every), here
@@ -48,8 +48,8 @@ def test_an_uneven_inner_cut_is_gathered_first() -> None:
     """5 over 2 ranks is 3 and 2; over 2 more, 2, 1 and 1, 1. Without the outer cut the inner one would be 3 and 2 again."""
     layout = Layout.of(Mesh(a=2, b=2), (5,), {"a": S(0), "b": S(0)})
     with pytest.raises(LayoutError, match="axis a cannot be gathered under axis b"):
-        layout.uncut("a")
-    assert layout.uncut("b").uncut("a") == Layout.of(Mesh(a=2, b=2), (5,))
+        layout.gather("a")
+    assert layout.gather("b").gather("a") == Layout.of(Mesh(a=2, b=2), (5,))
 
 
 def test_a_sum_and_a_maximum_do_not_mix() -> None:

@@ -34,7 +34,7 @@ def _around() -> Program:
 
 
 def _wrong_type() -> Program:
-    wrong = Node(EXP.op, EXP.args, EXP.attrs, (EXP.type.with_layout(EXP.layout.cut("a", 0)),))
+    wrong = Node(EXP.op, EXP.args, EXP.attrs, (EXP.type.with_layout(EXP.layout.shard("a", 0)),))
     return replace(BASE, outputs=(("u", wrong),))
 
 

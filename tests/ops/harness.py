@@ -120,8 +120,8 @@ def operand_layouts(c: Case, mesh: Mesh) -> list[list[Layout]]:
 
 def _makes_sense(x: Input, layout: Layout, c: Case) -> bool:
     """What the case asks for; a sum of bools is no bool."""
-    pending = any(isinstance(p, P) for _, p in layout.held)
-    at_root = any(isinstance(p, O) for _, p in layout.held)
+    pending = any(isinstance(p, P) for _, p in layout.partials)
+    at_root = any(isinstance(p, O) for _, p in layout.partials)
     return (not pending or (c.partial and x.value(0).dtype != torch.bool)) and (not at_root or c.roots)
 
 
@@ -231,7 +231,7 @@ def exact_programs(c: Case, mesh: Mesh) -> list[Program]:
 
 
 def _has_order(program: Program) -> bool:
-    return any(isinstance(p, P) and p.op != "sum" for n in program.nodes for t in n.types for _, p in t.layout.held)
+    return any(isinstance(p, P) and p.op != "sum" for n in program.nodes for t in n.types for _, p in t.layout.partials)
 
 
 def check_exactly(program: Program) -> None:
@@ -261,7 +261,7 @@ def missed(c: Case, mesh: Mesh) -> list[Combo]:
 
 
 def _plain(combo: Combo) -> bool:
-    return all(p == P("sum") for lay in combo for _, p in lay.held)
+    return all(p == P("sum") for lay in combo for _, p in lay.partials)
 
 
 def holds(c: Case, combo: Combo) -> bool:
@@ -291,8 +291,8 @@ def on_slices(c: Case, values: Sequence[torch.Tensor], combo: Combo, seed: int) 
 
 
 def _candidates(mesh: Mesh, y: torch.Tensor) -> list[Layout]:
-    at_root = [lay for lay in layouts(mesh, tuple(y.shape)) if any(isinstance(p, O) for _, p in lay.held)]
-    return [lay for lay in layouts(mesh, tuple(y.shape)) if lay not in at_root and (y.dtype != torch.bool or not lay.held)]
+    at_root = [lay for lay in layouts(mesh, tuple(y.shape)) if any(isinstance(p, O) for _, p in lay.partials)]
+    return [lay for lay in layouts(mesh, tuple(y.shape)) if lay not in at_root and (y.dtype != torch.bool or not lay.partials)]
 
 
 def _denotes(outs: list[torch.Tensor], y: torch.Tensor, layout: Layout) -> bool:

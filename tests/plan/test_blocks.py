@@ -305,7 +305,7 @@ def test_a_plan_of_a_module_is_explained_and_drawn_if_its_file_may_be_run(tmp_pa
     assert {r.decision for r in explain(made, run_model=True)} >= {"schedule", "micro_batch"}
     facts = of_plan(made, explained=False, run_model=True)
     assert len(facts.stages) == 2 and sum(facts.stages) == 5
-    assert any("qkv.weight" in str(row) for row in facts.held)
+    assert any("qkv.weight" in str(row) for row in facts.tensors)
 
 
 def assert_every_product_counts(work: Workload, program: Program) -> None:

@@ -168,7 +168,7 @@ def test_a_page_of_sizes_beyond_this_machine_is_drawn(stack: dict[str, Any], tmp
     """What is drawn is a program, which needs no batch in memory."""
     (tmp_path / "plan.json").write_text(json.dumps(stack | {"seq": 2**31}))
     with within(60):
-        assert facts_of(tmp_path / "plan.json", explained=False).held
+        assert facts_of(tmp_path / "plan.json", explained=False).tensors
 
 
 def test_a_captured_plan_on_another_cluster_is_refused(captured: dict[str, Any], tmp_path: Path) -> None:

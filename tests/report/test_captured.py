@@ -54,7 +54,7 @@ def test_a_plan_in_one_stage_is_drawn_as_it_was_priced(module: str, tmp_path: Pa
     f = facts(plan, tmp_path)
     assert f.views[0].lines["predicted"].seconds * 1e3 == pytest.approx(plan.step_ms, rel=1e-4)
     assert highest(f) / 1e9 == pytest.approx(plan.predicted["memory_gb"], rel=0.02)
-    held = {t["name"]: t["places"] for t in f.held if t["role"] == "param"}
+    held = {t["name"]: t["places"] for t in f.tensors if t["role"] == "param"}
     assert held == {n.removeprefix("param."): plan.layouts["inputs"].get(n, {}) for n in (f"param.{k}" for k in held)}
     assert [v["same"] for v in f.verbs] == [True] and f.says == ()
 
@@ -65,7 +65,7 @@ def test_stages_of_a_plan_are_told_tensor_by_tensor(module: str, tmp_path: Path)
     line = f.views[0].lines["predicted"]
     assert line.seconds * 1e3 == pytest.approx(plan.step_ms, rel=1e-4)
     assert {"stage 0", "stage 1"} < {t.stream for t in line.tasks}
-    at = {t["name"]: t["places"]["pp"] for t in f.held if t["role"] == "param"}
+    at = {t["name"]: t["places"]["pp"] for t in f.tensors if t["role"] == "param"}
     assert at["words.weight"] == at["blocks.0.0.weight"] == "O(0)" and at["blocks.5.2.weight"] == "O(1)"
     assert list(at.values()) == sorted(at.values()) and f.mesh == {"pp": 2, "dp": 2}
     assert highest(f) / 1e9 <= plan.predicted["memory_gb"] * 1.01
@@ -80,7 +80,7 @@ def test_a_model_that_changed_since_is_told(tmp_path: Path) -> None:
     own.write_text(OWN)
     plan = planned(f"{own}:make", 1)
     gone = facts(load_with(plan, f"{tmp_path}/gone.py:make", tmp_path), tmp_path)
-    assert gone.says[0].startswith("The plan is not compared with its model here") and gone.held
+    assert gone.says[0].startswith("The plan is not compared with its model here") and gone.tensors
     other = tmp_path / "other.py"
     other.write_text(OWN.replace("layers=6", "layers=5"))
     changed = facts(load_with(plan, f"{other}:make", tmp_path), tmp_path)

@@ -71,7 +71,7 @@ class Stand:
     """Runs the user's code with blocks that are answered for, and compares."""
 
     def __init__(self, blocks: ModuleBlocks, case: Case, report: BlockReport, example: Any) -> None:
-        self.cut, self.case, self.captured, self.told = blocks, case, blocks.captured, report
+        self.module_blocks, self.case, self.captured, self.told = blocks, case, blocks.captured, report
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
         self.answers: dict[Any, list[Tensor]] = {}  # of every kind
@@ -113,7 +113,7 @@ class Stand:
     def answer(self, block: ModuleBlock, tensors: Mapping[Node, Tensor]) -> list[Tensor]:
         """What blocks of this kind give; the first is run and compared."""
         if block.key not in self.answers:
-            program = self.cut.programs[block.key]
+            program = self.module_blocks.programs[block.key]
             cost = check_cost.seconds(program, self.device)
             if self.seconds + cost > check_cost.SECONDS:
                 self.told.left.append(f"{block.call.path} and those like it would take too long and were not compared")
@@ -152,7 +152,7 @@ class Stand:
 
     def around(self, example: Any) -> None:
         """The user's code from the example to its results; what cannot be run or afforded is reported."""
-        around = self.cut.around
+        around = self.module_blocks.around
         if around is None:
             return
         if not check_cost.fits(around.program, self.device):
@@ -193,7 +193,7 @@ class Stand:
 
     def rest(self) -> None:
         """Kinds that the user's code did not come to, on random values."""
-        for block in self.cut.blocks:
+        for block in self.module_blocks.blocks:
             if block.key not in self.answers:
                 with eager.unnoticed(self.case.moment, self.device), eager.drawn(self.captured):
                     try:

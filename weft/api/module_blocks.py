@@ -178,8 +178,8 @@ class Around:
     """The program of all that stands around the blocks: from the batch, its parameters and the blocks' results to its own results and
     what blocks are given; and back."""
 
-    def __init__(self, cut: ModuleBlocks) -> None:
-        blocks, case, captured = cut.blocks, cut.case, cut.captured
+    def __init__(self, found: ModuleBlocks) -> None:
+        blocks, case, captured = found.blocks, found.case, found.captured
         p = captured.program
         returned = dict.fromkeys(n for b in blocks for n in b.call.returned)
         self.returned = {n: f"out.{i}" for i, n in enumerate(returned)}
@@ -187,7 +187,7 @@ class Around:
         self.owner = {self.given[n]: b.call.path for b in reversed(blocks) for n in b.call.arguments}
         self.owner |= {self.returned[n]: b.call.path for b in reversed(blocks) for n in b.call.returned}
         at = {n: input_node(name, n.type) for n, name in self.returned.items()}
-        inside = {cut.names[id(b.module.get_buffer(k))] for b in blocks for k, _ in b.call.written if id(b.module.get_buffer(k)) in cut.names}
+        inside = {found.names[id(b.module.get_buffer(k))] for b in blocks for k, _ in b.call.written if id(b.module.get_buffer(k)) in found.names}
         roots = {n: p.output_names[n] for n in case.cotangents(captured)}
         roots |= {n: x for n, x in p.outputs if n.startswith("buffer.") and n not in inside}
         roots |= {name: n for n, name in self.given.items()}
@@ -196,7 +196,7 @@ class Around:
         gives = {name: made[n] for name, n in roots.items()}
         moving = {n for b in blocks if b.call.grad for n in b.call.arguments if n in b.call.moving and n.dtype.is_floating_point}
         self.cts: dict[Node, str] = {}
-        if not cut.differentiable:
+        if not found.differentiable:
             self.program = program_of(gives, "around")
             return
         self.cts = {n: f"ct.{self.given[n]}" for n in self.given if n in moving}

@@ -202,7 +202,7 @@ def _sharded_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Ite
     for nodes in zip(*(p.nodes for p in programs), strict=True):
         for types in zip(*(n.types for n in nodes), strict=True):
             layouts = tuple(t.layout for t in types)
-            if layouts not in seen and any(x != layouts[0] for x in layouts) and any(atom.cut for dim in layouts[0].dims for atom in dim):
+            if layouts not in seen and any(x != layouts[0] for x in layouts) and any(atom.axes for dim in layouts[0].dims for atom in dim):
                 seen.add(layouts)
                 if not all(x.is_even for x in layouts):
                     raise Unexplained("sizes that ranks do not divide")

@@ -416,7 +416,7 @@ def _described(x: Tensor) -> str:
 def _take_constants(form: Form, captured: Captured) -> None:
     """Let a program run on the constants of a later trace, where numbers of Python's made others."""
     own = form.attributes
-    types, compiled = own["_held_as"], own["compiled"]
+    types, compiled = own["_state_types"], own["compiled"]
     moved = {n: x for n, x in captured.constants.items() if n in types and types[n].layout.present(compiled.coords) and not x.is_meta}
     local = {n: compiled.part(x, types[n].layout).clone() for n, x in moved.items()}
     own["_state"] = {**own["_state"], **local}
@@ -428,7 +428,7 @@ def _captured(made: Any) -> Captured:
 
 
 def _own(step: Step) -> dict[str, Any]:
-    return {k: x for k, x in step.__dict__.items() if k not in RUNNING} | {"_state": step._state, "_held_as": step._held_as}
+    return {k: x for k, x in step.__dict__.items() if k not in RUNNING} | {"_state": step._state, "_state_types": step._state_types}
 
 
 @contextlib.contextmanager

@@ -428,7 +428,7 @@ class _ShardedFunction(torch.autograd.Function):
         outs, kept = _run_forward(sharded, passes, before, written)
         read = sharded.compiled(passes.backward).program.input_names if passes.backward is not None else {}
         stored = {n: x for n, x in {**before, **kept}.items() if n in read}
-        ctx.held = tuple(stored)
+        ctx.names = tuple(stored)
         ctx.save_for_backward(*stored.values())
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return outs
@@ -443,7 +443,7 @@ class _ShardedFunction(torch.autograd.Function):
                 try_="model.train(), with the parts that shall stay in evaluation mode, such as norms, put there before weft.shard",
             )  # fmt: skip
         run = sharded.compiled(passes.backward)
-        inputs = {**dict(zip(ctx.held, map(_local, ctx.saved_tensors), strict=True)), **_gradients(run, passes, cts)}
+        inputs = {**dict(zip(ctx.names, map(_local, ctx.saved_tensors), strict=True)), **_gradients(run, passes, cts)}
         with torch.no_grad():
             out = run({n: inputs[n] for n in run.program.input_names})
         given = {name.replace(OUT, CTS, 1) for name, ct in zip(passes.outs, cts, strict=True) if ct is not None}

@@ -78,7 +78,7 @@ class Step(StepState):
         own = {n: node.type for n, node in program.inputs_for(Role.BATCH).items()}
         self._batch_types = own if self.micro_batches is None else self.micro_batches.batch_types
         known = {**captured.states, **captured.parameters, **captured.buffers, **captured.constants}
-        self._held_as = {n: node.type for n, node in program.input_names.items() if n in known}
+        self._state_types = {n: node.type for n, node in program.input_names.items() if n in known}
         self._missed = dict.fromkeys(captured.states.values(), 0)
         self._state = self._initial_state()
         self._updates, self._counts = dict(captured.updates), dict(captured.counts)
@@ -219,7 +219,7 @@ class Step(StepState):
     @property
     def state(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor that this rank has a part of, by name: DTensors over the step's mesh, on one process plain tensors."""
-        return {n: as_dtensor(x, self._held_as[n].layout, self.compiled.device_mesh) for n, x in self._state.items()}
+        return {n: as_dtensor(x, self._state_types[n].layout, self.compiled.device_mesh) for n, x in self._state.items()}
 
     @property
     def local_state(self) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ class Step(StepState):
     @property
     def state_names(self) -> list[str]:
         """Everything in the state of any rank."""
-        return list(self._held_as)
+        return list(self._state_types)
 
     def checkpoints(self, folder: str, keep: int = 2) -> Store:
         """Where to save and restore: `store = step.checkpoints(folder); store.restore(); ...; store.save(wait=False)`."""
@@ -237,7 +237,7 @@ class Step(StepState):
 
     def full(self, name: str) -> Tensor:
         """A full state tensor, on every rank. Collective: every rank must call it."""
-        return gathered(self._held_as[name], self._state.get(name), self.compiled)
+        return gathered(self._state_types[name], self._state.get(name), self.compiled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter, buffer and optimizer tensor in full. Collective: every rank must call it."""
@@ -291,7 +291,7 @@ class Step(StepState):
         """What the optimizer has not updated in that state begins here."""
         new = {n: p for n, p in self.captured.states.items() if n not in state}
         kinds = {n.removesuffix(p.removeprefix("param")) for n, p in self.captured.states.items()} | {"param", "buffer"}
-        later = {n: x for n, x in state.items() if n not in self._held_as and n not in ("steps", "skipped") and not n.startswith("missed.")}
+        later = {n: x for n, x in state.items() if n not in self._state_types and n not in ("steps", "skipped") and not n.startswith("missed.")}
         missing = [*missing, *(n for n in self._state if n not in self.captured.constants and n not in state and n not in new)]
         odd = [n for n in later if n.partition(".")[0] not in kinds]
         if missing or odd:
@@ -314,12 +314,12 @@ class Step(StepState):
 
     def take_state(self, other: Step) -> None:
         """Go on where another step of the same model is. Tensors of the same layout are taken as they are; else it is collective."""
-        mine, theirs = self._held_as, other._held_as
+        mine, theirs = self._state_types, other._state_types
         synced = other.synced and other.model is self.model
         if self.program.mesh == other.program.mesh and all(n in theirs and mine[n].layout == theirs[n].layout for n in self._state):
             fixed = other.captured.constants
-            self._held_as = {**{n: t for n, t in theirs.items() if n not in fixed}, **mine}
-            self._state = {n: x for n, x in other._state.items() if n in self._held_as and (n in mine or n not in fixed)}
+            self._state_types = {**{n: t for n, t in theirs.items() if n not in fixed}, **mine}
+            self._state = {n: x for n, x in other._state.items() if n in self._state_types and (n in mine or n not in fixed)}
             self.resume(other.steps, other.skipped, other.missed)
         else:
             self._load(other.state_dict())
@@ -348,7 +348,7 @@ class Step(StepState):
         updates: dict[Tensor, int] = {}
         for name, update in {**self._taken_over(), **self._updates}.items():
             if name.startswith("group."):
-                first = next(k for k in self._held_as if k.startswith(f"group_{name.removeprefix('group.')}_"))
+                first = next(k for k in self._state_types if k.startswith(f"group_{name.removeprefix('group.')}_"))
                 at, before = first.partition(".")[2], f"group_{name.removeprefix('group.')}_"
                 values = {s: self.full(f"{before}{s}.{at}") for s in update.outputs}
                 put_state(settings_home(self.optimizer, name.removeprefix("group.")), update, values, torch.device("cpu"))
@@ -368,10 +368,10 @@ class Step(StepState):
     def _taken_over(self) -> dict[str, Update]:
         """Of parameters with state from another run that no program has updated here, the update of one that keeps the same kinds of state."""
         state: dict[str, dict[str, tuple[int, ...]]] = {}
-        for n, held in self._held_as.items():
+        for n, type_ in self._state_types.items():
             kind, _, at = n.partition(".")
             if kind not in ("param", "buffer") and not kind.startswith("group_") and f"param.{at}" not in self._updates:
-                state.setdefault(f"param.{at}", {})[kind] = held.shape
+                state.setdefault(f"param.{at}", {})[kind] = type_.shape
         known = {frozenset(u.outputs) - {"param", *u.counted}: u for n, u in self._updates.items() if not n.startswith("group.")}
         return {p: of_shapes(known[frozenset(kinds)], kinds) for p, kinds in state.items() if frozenset(kinds) in known}
 

@@ -54,7 +54,7 @@ class StepState:
     _updates: dict[str, Update]  # of every parameter that any program updates
     _counts: dict[str, int]  # and how often the optimizer had updated it before
     _state: dict[str, Tensor]
-    _held_as: dict[str, Type]
+    _state_types: dict[str, Type]
     _batch_types: Mapping[str, Type]
     _probe: Any
     noise: Any
@@ -164,7 +164,7 @@ class StepState:
         """State of an optimizer that no program of this step reads yet, in full on every rank; its parameters are no new ones."""
         self._state |= state
         self._missed = {**{f"param.{n.partition('.')[2]}": 0 for n in state if not n.startswith("group_")}, **self._missed}
-        self._held_as |= {n: Type(x.dtype, Layout.of(self.program.mesh, tuple(x.shape))) for n, x in state.items()}
+        self._state_types |= {n: Type(x.dtype, Layout.of(self.program.mesh, tuple(x.shape))) for n, x in state.items()}
 
     def count_updates(self) -> bool:
         """Whether the program updates parameters that other steps did not; one that is new has missed all so far."""
@@ -176,19 +176,19 @@ class StepState:
         """Parameters and buffers that no program has read: they are as the module has them, and a later program may read them."""
         named = (("param", self.model.named_parameters()), ("buffer", self.model.named_buffers()))
         own = {readable(f"{kind}.{n}"): x for kind, of in named for n, x in of}
-        return {n: x for n, x in own.items() if n not in self._held_as and not x.is_meta}
+        return {n: x for n, x in own.items() if n not in self._state_types and not x.is_meta}
 
     def layout_of(self, name: str) -> Type:
         """How a tensor of the state is laid out, by whichever program."""
-        return self._held_as[name]
+        return self._state_types[name]
 
     def become(self, form: dict[str, Any]) -> None:
         """Run another program from here on; state goes over as it is, or is laid out anew where that program holds it otherwise."""
-        state, types = form["_state"], form["_held_as"]
+        state, types = form["_state"], form["_state_types"]
         fixed = {**self.captured.constants, **form["captured"].constants}
         known = {n: x for n, x in self._state.items() if n not in fixed}
         for name, type_ in types.items():
-            before = self._held_as.get(name)
+            before = self._state_types.get(name)
             if before is None or name in fixed:
                 known |= {name: state[name]} if name in state else {}
             elif before.layout != type_.layout:
@@ -196,10 +196,10 @@ class StepState:
                 present = type_.layout.present(form["compiled"].coords)
                 known |= {name: form["compiled"].part(full, type_.layout).clone()} if present else {}
         form["_state"] = {n: x for n, x in state.items() if n in fixed}
-        types = {**{n: t for n, t in self._held_as.items() if n not in fixed}, **types}
+        types = {**{n: t for n, t in self._state_types.items() if n not in fixed}, **types}
         self.__dict__.update({k: x for k, x in form.items() if k not in RUNNING})
         self._updates, self._counts = {**self._updates, **self.captured.updates}, {**self._counts, **self.captured.counts}
-        self._state, self._held_as = known, types
+        self._state, self._state_types = known, types
         if self._probe is not None:
             self._probe.noise = self.noise
 
@@ -227,7 +227,7 @@ class StepState:
 def gathered(type_: Type, local: Tensor | None, compiled: Any) -> Tensor:
     """A value in full on every rank, from what each holds, if anything."""
     layout = type_.layout
-    everywhere = all(layout.where_sharded(a) is None for a in layout.mesh.axes) and not layout.held
+    everywhere = all(layout.where_sharded(a) is None for a in layout.mesh.axes) and not layout.partials
     if local is not None and (not dist.is_initialized() or everywhere):
         return local
     shapes = [layout.local_shape(at) if layout.present(at) else None for at in layout.mesh.places()]

@@ -139,7 +139,7 @@ class Weights:
     def _read(self, name: str, x: Stored, layout: Layout, dtype: torch.dtype, coords: Mapping[str, int]) -> Tensor:
         if x.shape != tuple(layout.shape):
             raise CheckpointError(f"{x.path} is of another model", needed=f"{self.names[name][0]} of {list(layout.shape)}", found=str(list(x.shape)))
-        sharded = [any(atom.cut for atom in dim) for dim in layout.dims]
+        sharded = [any(atom.axes for atom in dim) for dim in layout.dims]
         return x.read([layout.positions(d, coords) if sharded[d] else range(n) for d, n in enumerate(layout.shape)]).to(dtype)
 
     def _initialised(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +188,7 @@ def _init_of(model: nn.Module, m: nn.Module) -> Callable[[nn.Module], Any] | Non
 
 def _slice(value: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
     for d in range(layout.rank):
-        if any(a.cut for a in layout.dims[d]):
+        if any(a.axes for a in layout.dims[d]):
             value = value.index_select(d, layout.positions(d, coords))
     return value
 

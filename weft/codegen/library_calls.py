@@ -34,7 +34,7 @@ WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be 
 def _rows_replicated(q: Node, k: Node) -> bool:
     """All query rows and keys are here, so that causal means what the kernel takes it for."""
     lay = q.type.layout
-    return not any(a.cut for a in lay.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
+    return not any(a.axes for a in lay.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
 
 
 def _matmuls_are_faster(q: Node, k: Node) -> bool:
@@ -122,7 +122,7 @@ def _always(n: Node, device: str) -> bool:
 
 def all_rows(rows: Node) -> bool:
     """Whether the rows that a put fills are all there are, in order."""
-    return _counted(rows) and not any(a.cut for a in rows.layout.dims[0])
+    return _counted(rows) and not any(a.axes for a in rows.layout.dims[0])
 
 
 def _counted(rows: Node) -> bool:

@@ -11,7 +11,7 @@ from weft.core.layout import Atom, Layout, O, P, _atom_positions
 
 def local_size(atom: Atom, layout: Layout, coords: Mapping[str, int], without: str | None = None) -> int:
     """Indices of the atom that the rank holds, as if one axis did not shard it."""
-    bare = Atom(atom.size, tuple(a for a in atom.cut if a != without))
+    bare = Atom(atom.size, tuple(a for a in atom.axes if a != without))
     start, stop = _atom_positions(bare, layout.mesh, tuple(coords.items()))
     return stop - start
 
@@ -36,7 +36,7 @@ def local_shape_of(layout: Layout, axis: str, coords: Mapping[str, int]) -> Loca
     before = math.prod(local[:d]) * math.prod(local_size(a, layout, coords) for a in atoms[:k])
     after = math.prod(local_size(a, layout, coords) for a in atoms[k + 1 :]) * math.prod(local[d + 1 :])
     mine = local_size(atoms[k], layout, coords)
-    innermost = atoms[k].cut[-1] == axis
+    innermost = atoms[k].axes[-1] == axis
     full = local_size(atoms[k], layout, coords, without=axis) if innermost else mine * layout.mesh.size(axis)
     step = -(-full // layout.mesh.size(axis))
     return LocalShape(before, mine, after, full, min(coords[axis] * step, full))

@@ -93,8 +93,8 @@ def _sent_text(n: Node, inputs: Sequence[Node], way: Sending, coords: Mapping[st
 
 
 _EXPERTS = {
-    "experts": lambda *xs, act, held: experts_through(held, *xs, act=act),
-    "experts_backward": lambda *xs, act, held: experts_back(held, *xs, act=act),
+    "experts": lambda *xs, act, slots: experts_through(slots, *xs, act=act),
+    "experts_backward": lambda *xs, act, slots: experts_back(slots, *xs, act=act),
 }
 
 

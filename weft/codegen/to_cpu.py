@@ -27,7 +27,7 @@ def emit(phased: PhasedGroup, world: int) -> str:
 
 class _Emitter:
     def __init__(self, phased: PhasedGroup, world: int) -> None:
-        self.cut, self.world = phased, world
+        self.phased, self.world = phased, world
         self.real = TYPES[phased.group.compute]
         self.totals = {t: k for k, t in enumerate(phased.totals)}
         self.scalars = host_scalars(phased.group.roots)
@@ -36,7 +36,7 @@ class _Emitter:
     def source(self) -> str:
         width = sum(self.world if s.spread else 1 for s in self.columns) + HEAD
         head = [
-            f"// {headline(self.cut)}",
+            f"// {headline(self.phased)}",
             '#include "weft_sync.h"',
             "#include <cmath>",
             "",
@@ -45,7 +45,7 @@ class _Emitter:
             f"TOTALS = {len(self.totals)}, BLOCK = 512;",
             "",
         ]
-        parts = [line for phase in self.cut.phases for line in [*self.phase(phase), ""]]
+        parts = [line for phase in self.phased.phases for line in [*self.phase(phase), ""]]
         return "\n".join([*head, *parts, *self.entry(), ""])
 
     def phase(self, phase: Phase) -> list[str]:
@@ -159,7 +159,7 @@ class _Emitter:
         return HEAD + sum(self.world if s.spread else 1 for s in before)
 
     def _cast(self, text: str, dtype: str) -> str:
-        if dtype == self.cut.group.compute:
+        if dtype == self.phased.group.compute:
             return text
         return f"real({LOAD[dtype].format(STORE[dtype].format(text))})" if dtype != "f32" else f"real(float({text}))"
 
@@ -172,7 +172,7 @@ class _Emitter:
         ]
         alone = self.world == 1
         lines = lines[:-1] if alone else lines
-        for phase in self.cut.phases:
+        for phase in self.phased.phases:
             sums = ", sums_of[world->rank] + k * TOTALS" if phase.totals else ""
             lines += [
                 "  for (int64_t k = 0; k < rows; ++k)",

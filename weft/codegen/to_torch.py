@@ -281,7 +281,7 @@ class _Writer:
 
     def local_slice(self, x: str, shape: LocalShape, want: Layout) -> str:
         span = (shape.before, shape.full, shape.after)
-        return f"comm.cut({x}, span={span}, start={shape.start}, stop={shape.start + shape.mine}, shape={self.local(want)})"
+        return f"comm.slice_span({x}, span={span}, start={shape.start}, stop={shape.start + shape.mine}, shape={self.local(want)})"
 
     def gather(self, x: str, axis: str, shape: LocalShape, want: Layout) -> str:
         span = (shape.before, shape.mine, shape.after)
@@ -301,7 +301,7 @@ class _Writer:
     def _all_to_all(self, n: Node, x: str, axis: str, have: Layout, want: Layout) -> str:
         was, now = local_shape_of(have, axis, self.at), local_shape_of(want, axis, self.at)
         if have.where_sharded(axis)[0] == want.where_sharded(axis)[0]:  # type: ignore[index]
-            full = self.gather(x, axis, was, have.uncut(axis))
+            full = self.gather(x, axis, was, have.gather(axis))
             return f"comm.done({self.local_slice(f'{full}.wait()', now, want)})"
         view, (old, new) = _expanded(have, want, axis, self.at)
         sizes = f"full={was.full}, mine={now.mine}, shape={self.local(want)}"

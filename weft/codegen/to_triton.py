@@ -36,7 +36,7 @@ def emit(phased: PhasedGroup, world: int) -> str:
 
 class _Emitter:
     def __init__(self, phased: PhasedGroup, world: int) -> None:
-        self.cut, self.world = phased, world
+        self.phased, self.world = phased, world
         self.real = TYPES[phased.group.compute]
         self.totals = {t: k for k, t in enumerate(phased.totals)}
         self.scalars = host_scalars(phased.group.roots)
@@ -48,9 +48,9 @@ class _Emitter:
         self.width = at
 
     def source(self) -> str:
-        head = [f'"""{headline(self.cut)}."""', "", "import triton", "import triton.language as tl", ""]
+        head = [f'"""{headline(self.phased)}."""', "", "import triton", "import triton.language as tl", ""]
         head += ["from weft.runtime.device_sync import meet, meet_alone, uniform  # noqa: F401", ""]
-        phases = [line for phase in self.cut.phases for line in ["", *self.tile(phase), "", "", *self.phase(phase), ""]]
+        phases = [line for phase in self.phased.phases for line in ["", *self.tile(phase), "", "", *self.phase(phase), ""]]
         return "\n".join([*head, *self._helpers(), *phases])
 
     def _helpers(self) -> list[str]:
@@ -73,7 +73,7 @@ class _Emitter:
                 lines.append(f"{writer.name(v, f'new_{stored[v].name}' if v in stored else f't{k}')} = {text}")
         for slot, v in phase.stores:
             value = bare(writer.text(v))
-            value = value if slot.dtype == self.cut.group.compute else f"({value}).to({TYPES[slot.dtype]})"
+            value = value if slot.dtype == self.phased.group.compute else f"({value}).to({TYPES[slot.dtype]})"
             pointers = self._pointers(slot) if slot.spread else [slot.name]
             lines += [f"tl.store({pointer} + at, {value}, mask=inside)" for pointer in pointers]
         sums = [f"tl.where(inside, {writer.text(t.args[0])}, {START[t.name]})" for t in phase.totals]
@@ -136,7 +136,7 @@ class _Emitter:
     def _read(self, reader: Value) -> str:
         slot = reader.slot
         assert slot is not None
-        wide = "" if slot.dtype == self.cut.group.compute else f".to({self.real})"
+        wide = "" if slot.dtype == self.phased.group.compute else f".to({self.real})"
 
         def one(pointer: str) -> str:
             return f"tl.load({pointer} + at, mask=inside, other=0.0){wide}"
@@ -218,7 +218,7 @@ class _Emitter:
         return f"total{k} = total_{t.name}(sums_of, {k} * pieces + {first}, {count}, WORLD)"
 
     def _cast(self, text: str, dtype: str) -> str:
-        return text if dtype == self.cut.group.compute else f"({text}).to({TYPES[dtype]}).to({self.real})"
+        return text if dtype == self.phased.group.compute else f"({text}).to({TYPES[dtype]}).to({self.real})"
 
 
 def _indent(lines: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from weft.codegen.peephole import Peephole
 from weft.codegen.text import python, settings
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.ops.optimizers import adam, held
+from weft.ops.optimizers import adam, state_inputs
 from weft.ops.registry import Kind
 from weft.ops.rowwise import stays
 from weft.rewrite.updates import better_by_rows, reads_alone
@@ -76,7 +76,7 @@ def _by_rows(p: Program, tables: Sequence[Node]) -> Iterator[Peephole]:
         some = () if rows in left else (rows,)
         left |= {rows: left[rows] - 1} if rows in left else {}
         spare = (rows,) if left.get(rows) == 0 else ()
-        slot, name = held(n), f"{n.op.name}_{k}"
+        slot, name = state_inputs(n), f"{n.op.name}_{k}"
         how = f"still={stays(n.op, n.attrs, len(slot) - 1)}" + (f", adam={python(_settings(n))}" if _is_fused_adam(n) else "")
 
         def text(
@@ -99,7 +99,7 @@ def _settings(n: Node) -> dict[str, Any]:
 
 def _results(p: Program, n: Node) -> list[tuple[Node, Node]]:
     """The state that an update is of, and its next value."""
-    homes = held(n)
+    homes = state_inputs(n)
     return [(homes[u.attr("index")], u) for u in p.users[n]] if len(n.types) > 1 else [(homes[0], n)]
 
 

@@ -39,12 +39,12 @@ def _shard(layout: Layout, axis: str, dim: int) -> Any:
     before = mesh.axes[: mesh.axes.index(axis)]
     smallest, lone = finest(layout.dims[dim], mesh)
     atoms = (*smallest, *(Atom(1, (a,)) for a in lone))
-    k = next(i for i, atom in enumerate(atoms) if axis in atom.cut)
+    k = next(i for i, atom in enumerate(atoms) if axis in atom.axes)
     blocks, rest = (math.prod(_left(atom, before, mesh) for atom in part) for part in (atoms[:k], atoms[k + 1 :]))
-    sharded = Atom(atoms[k].size, tuple(a for a in atoms[k].cut if a in before or a == axis))
+    sharded = Atom(atoms[k].size, tuple(a for a in atoms[k].axes if a in before or a == axis))
     if blocks == 1 and len(canonical((sharded, Atom(rest)), mesh)) == 1:
         return Shard(dim)
-    if sharded.size % math.prod(mesh.sizes[a] for a in sharded.cut):
+    if sharded.size % math.prod(mesh.sizes[a] for a in sharded.axes):
         raise LayoutError(
             f"DTensor cannot say how {axis} shards dim {dim}",
             needed="equal shards, where a sharding is not of all a rank holds of the dim",
@@ -57,6 +57,6 @@ def _shard(layout: Layout, axis: str, dim: int) -> Any:
 def _left(atom: Atom, before: Sequence[str], mesh: Mesh) -> int:
     """What the first rank holds of the atom once the axes before have sharded it."""
     size = atom.size
-    for axis in atom.cut:
+    for axis in atom.axes:
         size = -(-size // mesh.sizes[axis]) if axis in before else size
     return size

@@ -25,7 +25,7 @@ class Atom:
     """One factor of a dim, and the axes that shard it, outermost first."""
 
     size: int
-    cut: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 Dim: TypeAlias = tuple[Atom, ...]
@@ -45,7 +45,7 @@ def canonical(dim: Dim, mesh: Mesh) -> Dim:
 
 @lru_cache(maxsize=65536)
 def _canonical(dim: Dim, mesh: Mesh) -> Dim:
-    if len(dim) == 1 and not dim[0].cut:
+    if len(dim) == 1 and not dim[0].axes:
         return dim
     atoms, lone = finest(dim, mesh)
     out: list[Atom] = []
@@ -60,8 +60,8 @@ def _canonical(dim: Dim, mesh: Mesh) -> Dim:
 
 def _join(left: Atom, right: Atom, mesh: Mesh) -> Atom | None:
     """One atom that gives each index to the same ranks as the two side by side, if there is one."""
-    joined = Atom(left.size * right.size, left.cut + right.cut)
-    in_order = list(joined.cut) == _in_order(joined.cut, mesh)
+    joined = Atom(left.size * right.size, left.axes + right.axes)
+    in_order = list(joined.axes) == _in_order(joined.axes, mesh)
     return joined if in_order and finest((joined,), mesh) == finest((left, right), mesh) else None
 
 
@@ -69,7 +69,7 @@ def _attach(atoms: list[Atom], axis: str, mesh: Mesh) -> list[Atom]:
     """The dim with an axis that shards single elements only: on the first atom where that is what it does, else on one of size 1."""
     want = finest((*atoms, Atom(1, (axis,))), mesh)
     for k, atom in enumerate(atoms):
-        new = [*atoms[:k], Atom(atom.size, tuple(_in_order((*atom.cut, axis), mesh))), *atoms[k + 1 :]]
+        new = [*atoms[:k], Atom(atom.size, tuple(_in_order((*atom.axes, axis), mesh))), *atoms[k + 1 :]]
         if finest(tuple(new), mesh) == want:
             return new
     return [*atoms, Atom(1, (axis,))]
@@ -85,16 +85,16 @@ def finest(dim: Dim, mesh: Mesh) -> tuple[Dim, tuple[str, ...]]:
 
     Dims that give each index to the same ranks have the same smallest atoms. Of a lone axis only the first rank holds anything.
     """
-    axes = _in_order((axis for atom in dim for axis in atom.cut), mesh)
+    axes = _in_order((axis for atom in dim for axis in atom.axes), mesh)
     if dim_size(dim) == 0:
         return (Atom(0),), tuple(axes)
     out: list[Atom] = []
     for atom in itertools.chain.from_iterable(_smallest(atom, mesh) for atom in dim):
-        if out and not atom.cut and not out[-1].cut:
+        if out and not atom.axes and not out[-1].axes:
             out[-1] = Atom(out[-1].size * atom.size)
         elif atom.size > 1:
             out.append(atom)
-    kept = {axis for atom in out for axis in atom.cut}
+    kept = {axis for atom in out for axis in atom.axes}
     return tuple(out), tuple(axis for axis in axes if axis not in kept)
 
 
@@ -117,7 +117,7 @@ def _smallest(atom: Atom, mesh: Mesh) -> Iterator[Atom]:
 def _sharding_axes(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
     """The axes that shard a piece of more than one element into more than one."""
     left, axes = atom.size, []
-    for axis in atom.cut:
+    for axis in atom.axes:
         if left > 1 and mesh.sizes[axis] > 1:
             axes.append(axis)
             left = -(-left // mesh.sizes[axis])
@@ -126,8 +126,8 @@ def _sharding_axes(atom: Atom, mesh: Mesh) -> tuple[str, ...]:
 
 def _common_block(atom: Atom, mesh: Mesh) -> int:
     """The largest run of indices that never parts."""
-    places = itertools.product(*(range(mesh.sizes[a]) for a in atom.cut))
-    coords = (tuple(zip(atom.cut, at, strict=True)) for at in places)
+    places = itertools.product(*(range(mesh.sizes[a]) for a in atom.axes))
+    coords = (tuple(zip(atom.axes, at, strict=True)) for at in places)
     return math.gcd(atom.size, *(n for at in coords for n in _atom_positions(atom, mesh, at)))
 
 
@@ -139,7 +139,7 @@ def dim_size(dim: Dim) -> int:
 def _atom_positions(atom: Atom, mesh: Mesh, coords: tuple[tuple[str, int], ...]) -> tuple[int, int]:
     place = dict(coords)
     start, stop = 0, atom.size
-    for axis in atom.cut:
+    for axis in atom.axes:
         lo, hi = chunk(stop - start, mesh.sizes[axis], place[axis])
         start, stop = start + lo, start + hi
     return start, stop
@@ -151,14 +151,14 @@ class Layout:
 
     mesh: Mesh
     dims: tuple[Dim, ...]
-    held: tuple[tuple[str, Placement], ...] = ()  # the axes that hold P or O, in mesh order
+    partials: tuple[tuple[str, Placement], ...] = ()  # the axes that hold P or O, in mesh order
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.mesh, self.dims, self.held))
+        return hash((self.mesh, self.dims, self.partials))
 
     @staticmethod
     def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
@@ -188,13 +188,13 @@ class Layout:
         """The dim and the atom in it that the axis shards."""
         for d, dim in enumerate(self.dims):
             for k, atom in enumerate(dim):
-                if axis in atom.cut:
+                if axis in atom.axes:
                     return d, k
         return None
 
     def placement(self, axis: str) -> Placement:
         self.mesh.require(axis)
-        for a, p in self.held:
+        for a, p in self.partials:
             if a == axis:
                 return p
         at = self.where_sharded(axis)
@@ -209,10 +209,10 @@ class Layout:
         if k == len(self.dims[d]) - 1:
             return plain
         before = self.mesh.axes[: self.mesh.axes.index(axis)]
-        head, *tail = (Atom(a.size, tuple(x for x in a.cut if x in before)) for a in self.dims[d][k:])
+        head, *tail = (Atom(a.size, tuple(x for x in a.axes if x in before)) for a in self.dims[d][k:])
         lead, *rest = canonical((head, *tail), self.mesh)
-        atoms = finest((Atom(lead.size, (*lead.cut, axis)), *rest), self.mesh)
-        return plain if atoms == finest((Atom(atom.size, (*head.cut, axis)), *tail), self.mesh) else (size, atom.size)
+        atoms = finest((Atom(lead.size, (*lead.axes, axis)), *rest), self.mesh)
+        return plain if atoms == finest((Atom(atom.size, (*head.axes, axis)), *tail), self.mesh) else (size, atom.size)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -230,7 +230,7 @@ class Layout:
         if isinstance(placement, Replicated):
             return self
         if isinstance(placement, S):
-            return self.cut(axis, placement.dim, placement.within)
+            return self.shard(axis, placement.dim, placement.within)
         return self.hold(axis, placement)
 
     def hold(self, axis: str, placement: Placement) -> Layout:
@@ -238,7 +238,7 @@ class Layout:
         size = self.mesh.size(axis)
         if isinstance(placement, O) and not 0 <= placement.root < size:
             raise LayoutError(f"axis {axis} has no rank {placement.root}", needed=f"a root from 0 to {size - 1}", found=str(placement))
-        placements = {**dict(self.held), axis: placement}
+        placements = {**dict(self.partials), axis: placement}
         kinds = {p.op for p in placements.values() if isinstance(p, P)}
         if len(kinds) > 1:
             raise LayoutError(
@@ -250,9 +250,9 @@ class Layout:
 
     def release(self, axis: str) -> Layout:
         """P or O on the axis becomes R."""
-        return Layout(self.mesh, self.dims, tuple((a, p) for a, p in self.held if a != axis))
+        return Layout(self.mesh, self.dims, tuple((a, p) for a, p in self.partials if a != axis))
 
-    def cut(self, axis: str, dim: int, within: Within = None) -> Layout:
+    def shard(self, axis: str, dim: int, within: Within = None) -> Layout:
         """R on the axis becomes S: its leading atom is sharded, or the inner `within` indices of the dim, as `S` says."""
         self.mesh.require(axis)
         if not 0 <= dim < len(self.dims):
@@ -261,14 +261,14 @@ class Layout:
         atoms, k = self._atom_to_shard(dim, within)
         atom = atoms[k]
         order = self.mesh.axes.index
-        if any(order(a) >= order(axis) for a in atom.cut):
+        if any(order(a) >= order(axis) for a in atom.axes):
             raise LayoutError(
-                f"axis {axis} cannot shard dim {dim}: axis {atom.cut[-1]} already shards it and comes later in the mesh",
+                f"axis {axis} cannot shard dim {dim}: axis {atom.axes[-1]} already shards it and comes later in the mesh",
                 needed="nested shardings in mesh order, outermost first",
-                found=f"dim {dim} sharded by {', '.join(atom.cut)}",
-                try_=f"shard along {axis} before {atom.cut[-1]}, or order the mesh axes the other way",
+                found=f"dim {dim} sharded by {', '.join(atom.axes)}",
+                try_=f"shard along {axis} before {atom.axes[-1]}, or order the mesh axes the other way",
             )
-        new = (*atoms[:k], Atom(atom.size, (*atom.cut, axis)), *atoms[k + 1 :])
+        new = (*atoms[:k], Atom(atom.size, (*atom.axes, axis)), *atoms[k + 1 :])
         return self.with_dim(dim, new)
 
     def _atom_to_shard(self, dim: int, within: Within) -> tuple[Dim, int]:
@@ -289,9 +289,9 @@ class Layout:
         return (*outer, *new), len(outer)
 
     def with_dim(self, dim: int, atoms: Dim) -> Layout:
-        return Layout(self.mesh, (*self.dims[:dim], canonical(atoms, self.mesh), *self.dims[dim + 1 :]), self.held)
+        return Layout(self.mesh, (*self.dims[:dim], canonical(atoms, self.mesh), *self.dims[dim + 1 :]), self.partials)
 
-    def uncut(self, axis: str) -> Layout:
+    def gather(self, axis: str) -> Layout:
         """S on the axis becomes R."""
         at = self.where_sharded(axis)
         if at is None:
@@ -301,14 +301,14 @@ class Layout:
         return self.with_dim(at[0], (*full, Atom(1, tuple(a for a in lone if a != axis))))
 
     def _without(self, axis: str, atom: Atom) -> Atom:
-        if axis in atom.cut[:-1]:
+        if axis in atom.axes[:-1]:
             raise LayoutError(
-                f"axis {axis} cannot be gathered under axis {atom.cut[-1]} of the same dim",
+                f"axis {axis} cannot be gathered under axis {atom.axes[-1]} of the same dim",
                 needed="pieces of equal size",
-                found=f"an atom of {atom.size} sharded by {', '.join(atom.cut)}",
-                try_=f"gather {atom.cut[-1]} first",
+                found=f"an atom of {atom.size} sharded by {', '.join(atom.axes)}",
+                try_=f"gather {atom.axes[-1]} first",
             )
-        return Atom(atom.size, tuple(a for a in atom.cut if a != axis))
+        return Atom(atom.size, tuple(a for a in atom.axes if a != axis))
 
     # -- what one rank holds -----------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Layout:
 
     def present(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank holds anything at all."""
-        return all(coords[a] == p.root for a, p in self.held if isinstance(p, O))
+        return all(coords[a] == p.root for a, p in self.partials if isinstance(p, O))
 
     @cached_property
     def largest_local(self) -> tuple[int, ...]:
@@ -347,7 +347,7 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        return all(a.size % math.prod(self.mesh.sizes[x] for x in a.cut) == 0 for d in self.dims for a in d)
+        return all(a.size % math.prod(self.mesh.sizes[x] for x in a.axes) == 0 for d in self.dims for a in d)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Layout:
             for axis in finest(dim, self.mesh)[1]:
                 at = self._lone_dim(d, axis, shape)
                 dims[at] = canonical((*dims[at], Atom(1, (axis,))), self.mesh)
-        return Layout(self.mesh, tuple(dims), self.held)
+        return Layout(self.mesh, tuple(dims), self.partials)
 
     def _lone_dim(self, d: int, axis: str, shape: tuple[int, ...]) -> int:
         """Where an axis that shards single elements of dim `d` stays near it: any dim would do."""
@@ -379,9 +379,9 @@ class Layout:
         return ones[0] if before == after and ones else next(j for j, end in enumerate(ends) if end >= after)
 
     def _reshape_empty(self, shape: tuple[int, ...]) -> Layout:
-        if any(a.cut for d in self.dims for a in d):
+        if any(a.axes for d in self.dims for a in d):
             raise LayoutError("cannot reshape an empty tensor that is sharded", needed="no sharded dim", found=str(self))
-        return Layout(self.mesh, tuple((Atom(n),) for n in shape), self.held)
+        return Layout(self.mesh, tuple((Atom(n),) for n in shape), self.partials)
 
     def _take(self, left: list[Atom], size: int, shape: tuple[int, ...]) -> Dim:
         got: list[Atom] = []
@@ -391,7 +391,7 @@ class Layout:
             if need % atom.size == 0:
                 got.append(atom)
                 need //= atom.size
-            elif atom.size % need == 0 and not atom.cut:
+            elif atom.size % need == 0 and not atom.axes:
                 got.append(Atom(need))
                 left.insert(0, Atom(atom.size // need))
                 need = 1
@@ -400,16 +400,16 @@ class Layout:
         return canonical(tuple(got), self.mesh)
 
     def _straddle(self, shape: tuple[int, ...], atom: Atom) -> LayoutError:
-        axes = f"an atom of {atom.size} sharded by {', '.join(atom.cut)}" if atom.cut else f"an atom of {atom.size}"
+        axes = f"an atom of {atom.size} sharded by {', '.join(atom.axes)}" if atom.axes else f"an atom of {atom.size}"
         return LayoutError(
             f"reshape {list(self.shape)} to {list(shape)} runs through {axes}",
             needed="every sharded atom to lie in one dim of the result, its blocks unsplit",
             found=str(self),
-            try_=f"gather axis {atom.cut[-1]} first" if atom.cut else None,
+            try_=f"gather axis {atom.axes[-1]} first" if atom.axes else None,
         )
 
     def permute(self, order: tuple[int, ...]) -> Layout:
-        return Layout(self.mesh, tuple(self.dims[i] for i in order), self.held)
+        return Layout(self.mesh, tuple(self.dims[i] for i in order), self.partials)
 
     def __str__(self) -> str:
         return show_layout(self)
@@ -425,7 +425,7 @@ def split_at(dim: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:
         if need % atom.size == 0:
             inner.insert(0, atom)
             need //= atom.size
-        elif atom.size % need == 0 and not atom.cut:
+        elif atom.size % need == 0 and not atom.axes:
             outer.append(Atom(atom.size // need))
             inner.insert(0, Atom(need))
             need = 1

@@ -248,7 +248,7 @@ def read_type(text: str, mesh: Mesh) -> Type:
 def _shard_dim(dims: list[list[Atom]], axis: str, dim: int, k: int, text: str) -> None:
     if dim >= len(dims) or k >= len(dims[dim]):
         raise ParseError(f"axis {axis} shards what is not there", needed=f"an atom of the {len(dims)} dims", found=text)
-    dims[dim][k] = Atom(dims[dim][k].size, (*dims[dim][k].cut, axis))
+    dims[dim][k] = Atom(dims[dim][k].size, (*dims[dim][k].axes, axis))
 
 
 __all__ = ["DTYPE_NAMES", "excerpt", "node_lines", "node_names", "parse", "print_program", "read_type"]

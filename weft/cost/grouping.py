@@ -152,7 +152,7 @@ class Kernels:
         if len(nodes) == 1 and nodes[0].op.attends is not None:
             yield from scores_in_memory(nodes[0]) if self.style == CLASSIC else [attention_of(nodes[0])]
         elif len(nodes) == 1 and nodes[0].op.kind is Kind.VIEW:
-            yield MemoryBound("copy", 2.0 * held(nodes[0]), 0)
+            yield MemoryBound("copy", 2.0 * local_bytes(nodes[0]), 0)
         elif len(nodes) == 1 and not self._may_join(nodes[0]):
             yield from self._unfused(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
         else:
@@ -173,7 +173,7 @@ class Kernels:
 
     def _chain(self, nodes: Sequence[Node]) -> Iterator[MemoryBound]:
         read, again = self._reads(nodes)
-        moved = sum(read.values()) + sum(held(n) for n in nodes if self._is_read_outside(n, set(nodes)))
+        moved = sum(read.values()) + sum(local_bytes(n) for n in nodes if self._is_read_outside(n, set(nodes)))
         hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in (*nodes, *again) if n.op.transcendental)
         made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
         if moved:  # a rate of its own has an op alone
@@ -191,7 +191,7 @@ class Kernels:
                 again.add(b)
                 todo += b.args
             else:
-                read[b] = min(read.get(b, held(b)), nbytes(x.type))
+                read[b] = min(read.get(b, local_bytes(b)), nbytes(x.type))
         return read, again
 
     def _is_read_outside(self, n: Node, inside: Collection[Node], of: Node | None = None) -> bool:
@@ -201,7 +201,7 @@ class Kernels:
                                                        (u.op.kind is not Kind.VIEW and u not in inside) for u in readers)  # fmt: skip
 
 
-def held(node: Node) -> int:
+def local_bytes(node: Node) -> int:
     """Bytes of all its values on the busiest rank."""
     return sum(nbytes(t) for t in node.types)
 
@@ -210,4 +210,4 @@ def _widest(node: Node) -> int:
     return max(math.prod(t.layout.largest_local) for t in node.types)
 
 
-__all__ = ["CLASSIC", "COMPILED", "EAGER", "Kernels", "held"]
+__all__ = ["CLASSIC", "COMPILED", "EAGER", "Kernels", "local_bytes"]

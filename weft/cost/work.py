@@ -402,7 +402,7 @@ def _strided(node: Node) -> bool:
 
 def _uneven(node: Node) -> bool:
     """Whether some ranks' pieces are shorter, so that they are padded to be sent and trimmed afterwards."""
-    return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].cut) for y, d, k in _sharded_dims(node))
+    return any(y.dims[d][k].size % math.prod(y.mesh.sizes[a] for a in y.dims[d][k].axes) for y, d, k in _sharded_dims(node))
 
 
 def matmul_sizes(node: Node, pieces: Mapping[str, int] = MappingProxyType({})) -> tuple[int, int, int, int]:
@@ -462,7 +462,7 @@ def _in_one_kernel(node: Node) -> bool:
     q, k = query_and_key(node)
     if node.attr("window") or node.attr("offset") or node.attr("p") or k.ndim != 4 or (node.op.attends or 0) > 1:
         return False
-    return not node.attr("causal") or q.shape[3] == k.shape[2] and not any(a.cut for a in q.type.layout.dims[3])
+    return not node.attr("causal") or q.shape[3] == k.shape[2] and not any(a.axes for a in q.type.layout.dims[3])
 
 
 def _with_scores(node: Node) -> Iterator[Op]:

@@ -44,7 +44,7 @@ class Exchange:
             return comm.reduce_scatter(x, self.group, op, span=span, mine=part.mine, shape=shape).wait()  # type: ignore[no-any-return]
         if self.kind == "slice":
             return self._mine(x, shape)
-        part, joined = local_shape_of(self.have, self.axis, dict(self.at)), self.have.uncut(self.axis)
+        part, joined = local_shape_of(self.have, self.axis, dict(self.at)), self.have.gather(self.axis)
         full = shape if self.kind == "all_gather" else _of_rows(joined.local_shape(dict(self.at)))
         gathered = comm.all_gather(x, self.group, span=(-1, part.mine, part.after), full=part.full, shape=full).wait()
         return gathered if self.kind == "all_gather" else self._mine(gathered, shape)
@@ -52,7 +52,7 @@ class Exchange:
     def _mine(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The part of a value replicated along the axis that this rank is to hold."""
         part = local_shape_of(self.want, self.axis, dict(self.at))
-        return comm.cut(x, span=(-1, part.full, part.after), start=part.start, stop=part.start + part.mine, shape=shape)
+        return comm.slice_span(x, span=(-1, part.full, part.after), start=part.start, stop=part.start + part.mine, shape=shape)
 
 
 def _of_rows(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ def hoist(functions: Mapping[str, VertexProgram], states: dict[str, Shape]) -> d
             x, matrix = node.args
             source = f.sources.get(x.attr("name", "")) if x.op.is_input else None
             chain = _of_weight(f, matrix)
-            if source is None or source.role != "edge" or chain is None or any(isinstance(p, P) for _, p in node.layout.held):
+            if source is None or source.role != "edge" or chain is None or any(isinstance(p, P) for _, p in node.layout.partials):
                 continue
             key = source.name, *((id(w) if isinstance(w, torch.Tensor) else (w.op, w.attrs)) for w in chain)
             if key not in moved:

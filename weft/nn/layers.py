@@ -14,9 +14,9 @@ from weft.nn.strategies import Strategy
 
 
 class _Sharded(nn.Module):
-    """A slice of a linear layer: `cut` is the dim of the weight [out, in] that the ranks share."""
+    """A slice of a linear layer: `dim` is the dim of the weight [out, in] that the ranks share."""
 
-    cut: int
+    dim: int
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, strategy: Strategy | None = None, **kind: Any
@@ -26,10 +26,10 @@ class _Sharded(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         shape = [out_features, in_features]
         world = dist.get_world_size(group)
-        if shape[self.cut] % world:
-            raise TypeMismatch(f"{type(self).__name__} of {shape[self.cut]} features over {world} ranks",
-                               needed=f"a multiple of {world}", found=str(shape[self.cut]))  # fmt: skip
-        shape[self.cut] //= world
+        if shape[self.dim] % world:
+            raise TypeMismatch(f"{type(self).__name__} of {shape[self.dim]} features over {world} ranks",
+                               needed=f"a multiple of {world}", found=str(shape[self.dim]))  # fmt: skip
+        shape[self.dim] //= world
         self.weight = nn.Parameter(torch.empty(shape, **kind))
         self.bias = nn.Parameter(torch.zeros(shape[0], **kind)) if bias else None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
@@ -41,16 +41,16 @@ class _Sharded(nn.Module):
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, group=group, strategy=strategy, **kind)
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         with torch.no_grad():
-            layer.weight.copy_(linear.weight.chunk(world, cls.cut)[rank])
+            layer.weight.copy_(linear.weight.chunk(world, cls.dim)[rank])
             if layer.bias is not None and linear.bias is not None:
-                layer.bias.copy_(linear.bias.chunk(world)[rank] if cls.cut == 0 else linear.bias)
+                layer.bias.copy_(linear.bias.chunk(world)[rank] if cls.dim == 0 else linear.bias)
         return layer
 
 
 class AllGatherLinear(_Sharded):
     """Gathers the rows of all ranks and maps them to this rank's slice of the outputs: the first half of a block."""
 
-    cut = 0
+    dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return all_gather_linear(x, self.weight, self.bias, group=self.group, strategy=self.strategy)
@@ -59,7 +59,7 @@ class AllGatherLinear(_Sharded):
 class LinearReduceScatter(_Sharded):
     """Maps this rank's slice of the inputs and leaves each rank its slice of the summed rows: the second half of a block."""
 
-    cut = 1
+    dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_reduce_scatter(x, self.weight, self.bias, group=self.group, strategy=self.strategy)
@@ -68,7 +68,7 @@ class LinearReduceScatter(_Sharded):
 class LinearAllReduce(_Sharded):
     """Maps this rank's slice of the inputs and sums over the ranks."""
 
-    cut = 1
+    dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_all_reduce(x, self.weight, self.bias, group=self.group, strategy=self.strategy)

@@ -397,7 +397,7 @@ def _scale(scale: float | None, d: int) -> float:
 
 def _blocks(k: Node) -> int:
     """How many pieces the keys are split into; they must be equal."""
-    n = math.prod(k.mesh.sizes[axis] for atom in k.layout.dims[2] for axis in atom.cut)
+    n = math.prod(k.mesh.sizes[axis] for atom in k.layout.dims[2] for axis in atom.axes)
     if k.shape[2] % n:
         needed = f"a number of keys divisible by {n}, the pieces they are split into"
         repair = "pad the keys and mask them, or all_gather them"

@@ -49,7 +49,7 @@ _LETTER: dict[type[Placement], str] = {Replicated: "R", S: "S", P: "P", O: "O"}
 
 
 def _sliced(layout: Layout, attrs: Attrs) -> Layout:
-    return layout.cut(attrs["axis"], attrs["dim"], attrs.get("within"))
+    return layout.shard(attrs["axis"], attrs["dim"], attrs.get("within"))
 
 
 def _identity(*xs: torch.Tensor, **_: Any) -> Any:
@@ -149,9 +149,9 @@ all_reduce = _define("all_reduce", P, lambda lay, a: lay.release(a["axis"]), _al
 reduce_scatter = _define(
     "reduce_scatter", P, lambda lay, a: _sliced(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
 )
-all_gather = _define("all_gather", S, lambda lay, a: lay.uncut(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
+all_gather = _define("all_gather", S, lambda lay, a: lay.gather(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
 all_to_all = _define(
-    "all_to_all", S, lambda lay, a: _sliced(lay.uncut(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
+    "all_to_all", S, lambda lay, a: _sliced(lay.gather(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
 )
 slice_ = _define("slice", Replicated, _sliced, _slice, lambda n: 0.0, doc="R -> S, no wire")
 reduce_ = _define("reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O")
@@ -172,7 +172,7 @@ def is_comm(node: Node) -> bool:
 
 def all_reduce_partials(x: Any) -> Any:
     """Every partial reduction done."""
-    for axis, place in x.layout.held:
+    for axis, place in x.layout.partials:
         if isinstance(place, P):
             x = all_reduce(x, axis=axis)
     return x
@@ -198,7 +198,7 @@ def _undo(x: Any, axis: str, target: Layout) -> Any:
     if here == there and _same_shard(x.layout, target, axis):
         return x
     if isinstance(here, S):
-        if isinstance(there, S) and there.dim != here.dim and _may_shard(x.layout.uncut(axis), axis, there, target):
+        if isinstance(there, S) and there.dim != here.dim and _may_shard(x.layout.gather(axis), axis, there, target):
             return all_to_all(x, axis=axis, dim=there.dim, within=there.within)
         return all_gather(x, axis=axis)
     if isinstance(here, P) and not isinstance(there, (S, O)):
@@ -222,7 +222,7 @@ def _same_shard(a: Layout, b: Layout, axis: str) -> bool:
     if at is None or bt is None:
         return at is bt
     x, y = a.dims[at[0]][at[1]], b.dims[bt[0]][bt[1]]
-    outer = x.cut[: x.cut.index(axis)] == y.cut[: y.cut.index(axis)]
+    outer = x.axes[: x.axes.index(axis)] == y.axes[: y.axes.index(axis)]
     return outer and x.size == y.size
 
 

@@ -94,7 +94,7 @@ def _take_local(ctx: Local, x: torch.Tensor, index: torch.Tensor, dim: int) -> t
 
 
 def _is_sharded(type_: Type, dim: int) -> bool:
-    return any(atom.cut for atom in type_.layout.dims[dim])
+    return any(atom.axes for atom in type_.layout.dims[dim])
 
 
 take_op = define(

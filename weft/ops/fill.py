@@ -37,7 +37,7 @@ def is_sharded(x: Node, dim: int) -> bool:
     """Whether any axis shards the dim."""
     if not -x.ndim <= dim < x.ndim:
         raise TypeMismatch(f"no dim {dim} in a tensor of {x.ndim} dims", needed=f"{abs(dim)} dims or more", found=str(x.type), where=user_line())
-    return _AS_CUT.get() or any(atom.cut for atom in x.layout.dims[dim])
+    return _AS_CUT.get() or any(atom.axes for atom in x.layout.dims[dim])
 
 
 def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Shards:
@@ -50,7 +50,7 @@ def shardings_of(x: Node, dims: Iterable[int] | None = None) -> Shards:
 def _layout_of(shape: tuple[int, ...], attrs: Attrs) -> Type:
     layout = Layout.of(Mesh(**dict(attrs["mesh"])), shape)
     for axis, dim, within in attrs.get("shards", ()):
-        layout = layout.cut(axis, dim, within)
+        layout = layout.shard(axis, dim, within)
     return Type(dtype_of(attrs["dtype"]), layout)
 
 

@@ -78,7 +78,7 @@ def _infer(types: Types, attrs: Attrs) -> Type | Types:
         for label, dim in zip(labels, t.layout.dims, strict=True):
             kept = all(label in out for out in eq.outs)
             strict = label in leaf or not kept or op.kind is Kind.CONTRACT  # other rows are computed each by itself
-            if strict and any(a.cut for a in dim) and not in_leaves(dim, leaf.get(label, 0), kept, t.mesh):
+            if strict and any(a.axes for a in dim) and not in_leaves(dim, leaf.get(label, 0), kept, t.mesh):
                 needed = f"shards of dim {label!r} of entire leaves" + (f" of {leaf[label]}" if label in leaf else "")
                 raise TypeMismatch(f"{op.name} is not sharded between leaves", needed=needed, found=str(t), where=user_line())
     return op.infer(types, _inner(attrs))  # type: ignore[no-any-return]
@@ -88,7 +88,7 @@ def in_leaves(dim: Dim, leaf: int, kept: bool, mesh: Mesh) -> bool:
     """Whether every shard of a dim is made of entire leaves, as many on every rank; of one that is summed, in one run."""
     inside = [a for a in dim if a.size > 1]
     for k, atom in enumerate(inside):
-        ranks, after = math.prod(mesh.size(axis) for axis in atom.cut), math.prod(a.size for a in inside[k + 1 :])
+        ranks, after = math.prod(mesh.size(axis) for axis in atom.axes), math.prod(a.size for a in inside[k + 1 :])
         if ranks > 1 and (not leaf or ((k or ranks & (ranks - 1)) and not kept) or atom.size % ranks or atom.size // ranks * after % leaf):
             return False
     return True

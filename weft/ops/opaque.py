@@ -77,7 +77,7 @@ def _owner_ranks(types: Types, target: str) -> dict[str, Placement]:
     """The one rank of each axis that has the operands, where not all have them; none may be sharded or partial."""
     at: dict[str, Placement] = {}
     for k, t in enumerate(types):
-        placements = dict(t.layout.held)
+        placements = dict(t.layout.partials)
         if t.layout != Layout.of(t.mesh, t.shape, {a: p for a, p in placements.items() if isinstance(p, O) and at.setdefault(a, p) == p}):
             raise TypeMismatch(
                 f"weft does not know {target}, so it is never sharded",

@@ -48,7 +48,7 @@ def _dtypes(types: Types, attrs: Attrs) -> tuple[torch.dtype, ...]:
     return (types[0].dtype, *(t.dtype for t in types[2 : -_numbers(attrs)]))
 
 
-def held(n: Node) -> tuple[Node, ...]:
+def state_inputs(n: Node) -> tuple[Node, ...]:
     """What an update gives the next value of: the parameter and its state."""
     return (n.args[0], *n.args[2 : -_numbers(dict(n.attrs))])
 

@@ -390,7 +390,7 @@ def _wraps(wide: torch.dtype, small: torch.dtype) -> bool:
 def _cast_dtype(types: Types, attrs: Attrs) -> torch.dtype:
     """A partial sum passes where the cast is additive up to rounding; none of a bool, nor from fractions to integers or to 8 bits."""
     here, to = types[0].dtype, dtype_of(attrs["dtype"])
-    pending = {p.op for _, p in types[0].layout.held if isinstance(p, P)}
+    pending = {p.op for _, p in types[0].layout.partials if isinstance(p, P)}
     truncates = here.is_floating_point and (not to.is_floating_point or to.itemsize == 1)
     wraps = {"sum": _wraps(to, here), "max": _wraps(here, to), "min": _wraps(here, to)}  # a small sum wraps before, a large max after
     if pending and (torch.bool in (here, to) or (truncates and "sum" in pending) or any(wraps[op] for op in pending)):

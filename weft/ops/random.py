@@ -15,7 +15,7 @@ from weft.ops.registry import Kind, Types, define
 
 def _random_infer(types: Types, attrs: Attrs) -> Type:
     (seed,) = types
-    return Type(dtype_of(attrs["dtype"]), Layout.of(seed.mesh, attrs["shape"], dict(seed.layout.held)))
+    return Type(dtype_of(attrs["dtype"]), Layout.of(seed.mesh, attrs["shape"], dict(seed.layout.partials)))
 
 
 def _index(shape: tuple[int, ...]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def stretch(x: Node, like: Node, dims: Any, keepdim: bool) -> Node:
         return x
     gone = norm_dims(dims, like.ndim)
     y = op_named("reshape")(x, shape=tuple(1 if i in gone else n for i, n in enumerate(like.shape)))
-    kept = Layout(like.mesh, tuple((Atom(1),) if i in gone else dim for i, dim in enumerate(like.layout.dims)), y.layout.held)
+    kept = Layout(like.mesh, tuple((Atom(1),) if i in gone else dim for i, dim in enumerate(like.layout.dims)), y.layout.partials)
     return reshard(y, kept)  # type: ignore[no-any-return]
 
 

@@ -174,14 +174,14 @@ def _bind(name: str, eq: Equation, types: Types) -> dict[str, Dim]:
 
 
 def _require_uncut(name: str, types: Types, label: str, k: int, d: int, dim: Dim) -> None:
-    if any(a.cut for a in dim):
-        axis = next(a.cut[-1] for a in dim if a.cut)
+    if any(a.axes for a in dim):
+        axis = next(a.axes[-1] for a in dim if a.axes)
         why = "a dim that is stretched" if label == ONE else f"dim {d} of operand {k}, which {name} needs in full,"
         raise _bad(name, types, f"{why} unsharded", _show_shard(dim), try_=f"all_gather(operand {k}, {axis!r})")
 
 
 def _show_shard(dim: Dim) -> str:
-    sharded = [f"{a.size} sharded by {', '.join(a.cut)}" for a in dim if a.cut]
+    sharded = [f"{a.size} sharded by {', '.join(a.axes)}" for a in dim if a.axes]
     return f"[{show_dim(dim)}: {'; '.join(sharded)}]" if sharded else f"[{show_dim(dim)}: unsharded]"
 
 
@@ -201,7 +201,7 @@ def _placements_of(
     placements: dict[str, Placement] = {}
     for axis in types[0].mesh.axes if types else ():
         places = [t.on(axis) for t in types]
-        cutting = [label for label, dim in labels.items() if any(axis in a.cut for a in dim)]
+        cutting = [label for label, dim in labels.items() if any(axis in a.axes for a in dim)]
         if cutting:
             _check_shard(name, eq, types, axis, cutting, places)
         elif any(isinstance(p, O) for p in places):
@@ -300,7 +300,7 @@ def passing(op: Op, kind: str, args: int) -> ArgSets:
 def _output(eq: Equation, out: tuple[str, ...], dtype: torch.dtype, mesh: Any, labels: dict[str, Dim], placements: dict[str, Placement]) -> Type:
     dims = tuple(labels[x] if x in labels else (Atom(eq.sizes.get(x, 1)),) for x in out)
     layout = Layout(mesh, dims)
-    lost = [a for x, dim in labels.items() if x not in out for atom in dim for a in atom.cut]
+    lost = [a for x, dim in labels.items() if x not in out for atom in dim for a in atom.axes]
     for axis in mesh.axes:
         if axis in lost:
             layout = layout.hold(axis, P(eq.reduce))

@@ -130,12 +130,12 @@ def _expand_infer(types: Types, attrs: Attrs) -> Type:
             "expand repeats dims of size 1 only", needed=f"{list(t.shape)} with the 1s enlarged", found=str(list(shape)), where=user_line()
         )
     repeated = [d for d, (n, m) in enumerate(zip(t.shape, shape, strict=True)) if n != m]
-    if any(atom.cut for d in repeated for atom in t.layout.dims[d]):
+    if any(atom.axes for d in repeated for atom in t.layout.dims[d]):
         raise TypeMismatch(
             "expand cannot repeat a dim that some ranks do not hold", needed="dims to repeat unsharded", found=str(t), where=user_line()
         )
     dims = tuple((Atom(shape[d]),) if d in repeated else dim for d, dim in enumerate(t.layout.dims))
-    layout = Layout(t.mesh, dims, t.layout.held)
+    layout = Layout(t.mesh, dims, t.layout.partials)
     for axis, dim, within in attrs["shards"]:
         if t.shape[dim] == shape[dim] or not isinstance(t.on(axis), Replicated):
             raise TypeMismatch(
@@ -144,7 +144,7 @@ def _expand_infer(types: Types, attrs: Attrs) -> Type:
                 found=str(t),
                 where=user_line(),
             )
-        layout = layout.cut(axis, dim, within)
+        layout = layout.shard(axis, dim, within)
     return t.with_layout(layout)
 
 

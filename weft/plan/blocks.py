@@ -18,7 +18,7 @@ from typing import Any
 from weft.core.errors import PlanError, WeftError
 from weft.core.layout import S
 from weft.core.role import Role
-from weft.cost.grouping import CLASSIC, held
+from weft.cost.grouping import CLASSIC, local_bytes
 from weft.cost.work import Attention, Gemm, Op
 from weft.frontend.capture import Captured
 from weft.ops.registry import Kind, flops
@@ -168,7 +168,7 @@ class Stack:
         *others, layer = (placed.block(name, row) for name, row in zip(names, short.rows, strict=True))
         last = _merged_blocks([placed.block("last", part) for part in range(2, short.last + 1, 2)])
         halves = tuple(placed.block(name, LAYER, half) for name, half in (("attention", ATTENTION), ("ffn", FFN))) if short.half else ()
-        passed = max(sum(held(placed.became(x)) for x in end) for end in short.boundary)
+        passed = max(sum(local_bytes(placed.became(x)) for x in end) for end in short.boundary)
         return Workload(
             self.name, placed.block("first", FIRST), layer, self.depth, last, tokens=1, model_flops=self.flops_per_token,
             boundary=float((passed + placed.crossing) / (1 if s.sp else s.tp)), shared=placed.shared, halves=halves,

@@ -222,7 +222,7 @@ class _Flow:
         self.todo.append(node)
 
     def _local(self, node: Node, shard: S) -> Layout | None:
-        layout = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within)
+        layout = Layout.of(self.mesh, node.shape).shard("tp", shard.dim, shard.within)
         return layout if layout.is_even or self.vocabulary else None
 
     def _require_operands(self, node: Node, shard: S) -> None:
@@ -252,7 +252,7 @@ class _Flow:
         self._results(node, label, shard)
 
     def _reshaped(self, node: Node, shard: S, shape: Iterable[int]) -> S:
-        layout = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within).reshape(tuple(shape))
+        layout = Layout.of(self.mesh, node.shape).shard("tp", shard.dim, shard.within).reshape(tuple(shape))
         place = layout.placement("tp")
         if not isinstance(place, S):
             raise _Stop
@@ -268,7 +268,7 @@ class _Flow:
     def _pass(self, node: Node, user: Node) -> None:
         shard, eq = self.at[node], equation_of(user)
         if user.op is reshape_op:
-            new = Layout.of(self.mesh, node.shape).cut("tp", shard.dim, shard.within).reshape(user.shape).placement("tp")
+            new = Layout.of(self.mesh, node.shape).shard("tp", shard.dim, shard.within).reshape(user.shape).placement("tp")
             assert isinstance(new, S)
             self._reach(user, new)
             return

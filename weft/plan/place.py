@@ -244,7 +244,7 @@ class _Placer:
                     yield layouts
         else:
             yield from self._gathered_one_by_one(node, args)
-        yield [Layout.of(self.mesh, a.shape, {x: p for x, p in a.layout.held if isinstance(p, O)}) for a in args]
+        yield [Layout.of(self.mesh, a.shape, {x: p for x, p in a.layout.partials if isinstance(p, O)}) for a in args]
         yield [Layout.of(self.mesh, a.shape) for a in args]
 
     def _gathered_one_by_one(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
@@ -252,7 +252,7 @@ class _Placer:
         layouts = [_summed(a.layout) if math.prod(node.types[0].shape) > math.prod(a.shape) else a.layout for a in args]
         yield layouts
         for axis in reversed(self.mesh.axes):
-            layouts = [lay.uncut(axis) if lay.where_sharded(axis) is not None else lay for lay in layouts]
+            layouts = [lay.gather(axis) if lay.where_sharded(axis) is not None else lay for lay in layouts]
             yield layouts
 
     def _ways(self, axis: str, node: Node, eq: Equation, args: Sequence[Node]) -> list[_AxisStrategy]:
@@ -348,7 +348,7 @@ def _applied(node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node:
 
 def _partial_axes(value: Node) -> set[str]:
     """Axes along which a sum is due."""
-    return {axis for axis, p in value.layout.held if isinstance(p, P)} if len(value.types) == 1 else set()
+    return {axis for axis, p in value.layout.partials if isinstance(p, P)} if len(value.types) == 1 else set()
 
 
 def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
@@ -361,7 +361,7 @@ def _other_labels(eq: Equation, seq: set[str]) -> list[str]:
 def _moved(layout: Layout, axis: str, labels: Sequence[str], onto: set[str]) -> Layout:
     """The axis taken from where it shards and put on the dim of one of some labels, if there is one; parts must be equal."""
     dim = next((d for d, x in enumerate(labels) if x in onto), None)
-    layout = layout.uncut(axis) if dim is None else layout.uncut(axis).cut(axis, dim)
+    layout = layout.gather(axis) if dim is None else layout.gather(axis).shard(axis, dim)
     if not layout.is_even:
         raise LayoutError("parts that differ in size", needed="equal parts", found=str(layout))
     return layout

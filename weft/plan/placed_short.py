@@ -11,7 +11,7 @@ from weft.core.layout import R, S
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.grouping import CLASSIC, EAGER, Kernels, held
+from weft.cost.grouping import CLASSIC, EAGER, Kernels, local_bytes
 from weft.cost.work import Collective, Gemm, Op, inside, scores_kept
 from weft.ops.comm import all_gather, all_reduce, is_comm, reduce_scatter
 from weft.ops.pointwise import dropout_op
@@ -37,9 +37,9 @@ class PlacedShort:
     def _made(self) -> tuple[Program, Mapping[Node, Node]]:
         s, p = self.setting, self.short.program
         named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sp and s.tp > 1)
-        held, options = input_layouts(p, named, {})
+        places, options = input_layouts(p, named, {})
         placements: dict[str, Placements] = {
-            f"d.{name}": {a: held.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in held.get(name, {}))}
+            f"d.{name}": {a: places.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in places.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
         placed, made = placed_with(p, named.mesh, held, options, outputs=placements)
@@ -139,19 +139,19 @@ class PlacedShort:
         cast = {n for n in waits if n.op.is_cast and n not in free}
         for n in cast:  # the narrower of a value and its cast waits
             source = self.joined.base(n.args[0])
-            if source in self.ahead and source not in self.idle and held(source) < held(n) and not waits[n]:
+            if source in self.ahead and source not in self.idle and local_bytes(source) < local_bytes(n) and not waits[n]:
                 free.add(n)
                 waits.setdefault(source, False)
-        kept = {n: held(n) for n in waits if n not in free or self.setting.kernels == EAGER}
+        kept = {n: local_bytes(n) for n in waits if n not in free or self.setting.kernels == EAGER}
         if self.setting.kernels == CLASSIC:
-            kept = {n: held(n.args[0]) if n.op is all_gather else size for n, size in kept.items()}
+            kept = {n: local_bytes(n.args[0]) if n.op is all_gather else size for n, size in kept.items()}
             kept |= {n: kept.get(n, 0) + math.prod(n.type.layout.largest_local) for n in self.ahead if n.op is dropout_op}  # a byte for each element
             kept |= {n: kept.get(n, 0) + int(scores_kept(n)) for n in self.program.nodes if n.op.attends == 0}
         return kept
 
     def largest(self, part: int) -> float:
         """The largest value that passes."""
-        sizes = [inside(n) or held(n) for n in self.program.nodes if self.part[n] == part and n.args and n.op.kind is not Kind.VIEW
+        sizes = [inside(n) or local_bytes(n) for n in self.program.nodes if self.part[n] == part and n.args and n.op.kind is not Kind.VIEW
                  and n not in self.idle and n not in self.late and n not in self.joined.left_out]  # fmt: skip
         return float(max(sizes, default=0))
 
@@ -179,7 +179,7 @@ class PlacedShort:
         """Bytes that a later row reads of earlier ones besides what its own blocks hand on: every stage in between passes it along."""
         rows, given = self.short.rows[1:], {self.became(x) for end in self.short.boundary for x in end}
         read = {self.joined.base(a) for n in self.program.nodes if n in self.ahead and self.part[n] in rows for a in n.args}
-        return float(sum(held(a) for a in read if a.args and a not in given and a not in self.idle and 0 < self.part[a] < rows[0])) if rows else 0.0
+        return float(sum(local_bytes(a) for a in read if a.args and a not in given and a not in self.idle and 0 < self.part[a] < rows[0])) if rows else 0.0
 
     def became(self, node: Node) -> Node:
         """What a node of the short step is here."""
@@ -197,7 +197,7 @@ class PlacedShort:
         back = tuple(op for ahead, nodes in mine if not ahead for op in self.records(nodes))
         share = self._share(part, half)
         repeats = part in self.short.rows
-        kept = float(sum(held(self.became(n)) for n in self.short.boundary[part // 2])) if repeats else 0.0
+        kept = float(sum(local_bytes(self.became(n)) for n in self.short.boundary[part // 2])) if repeats else 0.0
         parts = tuple(self._again(mode, part, half) for mode in WAYS) if repeats else ()
         frozen = any(self.params(part, experts, (False,)) for experts in (False, True))
         learnt = sum(self.params(part, experts, (True,)) for experts in (False, True)) if frozen else None
@@ -250,7 +250,7 @@ class PlacedShort:
         more = {b for n in needed for a in n.args if (b := self.joined.base(a)) not in inside and b in self.ahead and b not in self.idle
                 and b.op.kind is not Kind.SOURCE and b not in self.saved}  # fmt: skip
         ops = tuple(op for at, ahead, nodes in self.kernels if at == part and ahead and nodes[-1] in needed for op in self.records(nodes))
-        return mode, ops, float(sum(waiting[n] for n in freed) - sum(held(n) for n in more))
+        return mode, ops, float(sum(waiting[n] for n in freed) - sum(local_bytes(n) for n in more))
 
     def _needed(self, roots: Iterable[Node], inside: Collection[Node]) -> set[Node]:
         found, todo = set[Node](), list(roots)

@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Facts:
-    """`held` are tensors as `weft.record.run` writes them; `repeats` says how often a folded layer stands in the full model."""
+    """`tensors` are tensors as `weft.record.run` writes them; `repeats` says how often a folded layer stands in the full model."""
 
     title: str
     about: str
@@ -50,7 +50,7 @@ class Facts:
     refresh: int = 0  # seconds after which the page loads itself again, while a run is watched
     says: Sequence[str] = ()
     mesh: Mapping[str, int] = field(default_factory=dict)
-    held: Sequence[Mapping[str, Any]] = ()
+    tensors: Sequence[Mapping[str, Any]] = ()
     repeats: float = 1.0
     stages: Sequence[float] = ()  # layers of each
     communication: Sequence[Mapping[str, Any]] = ()

@@ -84,7 +84,7 @@ def _facts(plan: Plan, seen: Seen, stored: Program, states: Mapping[str, str], m
     from weft.api.program_facts import communication, tensors
 
     return {
-        "held": tensors(stored, states), "mesh": mesh, "communication": communication(stored), "program": stored,
+        "tensors": tensors(stored, states), "mesh": mesh, "communication": communication(stored), "program": stored,
         "views": [View(title, {"predicted": seen.line})], "causes_ms": {"predicted": {k: v for k, v in seen.causes_ms.items() if v > 0}},
         "memory": list(_curves(seen.memory)), "budget": Limits.of(plan.limits).room(cluster(plan.cluster)),
         "memory_note": "Of the fullest device, by what is in its memory.",

@@ -141,7 +141,7 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
     program = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
     mesh = {"pp": s.pp, **named.mesh.sizes} if s.pp > 1 else dict(named.mesh.sizes)
     stored = tensors(program, captured.states)
-    return {"held": stored, "mesh": mesh, "communication": communication(program), "program": program,
+    return {"tensors": stored, "mesh": mesh, "communication": communication(program), "program": program,
             "verbs": verbs(program, captured.program)}  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def of_run(run: Run) -> Facts:
         about = f"{steps:,} steps on graphs, {run.schedule.get('samples', 0):,} samples at a time ({run.machine})."
     return Facts(
         title=f"{run.name}, trained", about=about, figures=list(_figures(run)), plan=list(_plan(run)), says=list(run.says), mesh=run.mesh,
-        held=run.tensors, communication=run.communication, views=_views(run, known),
+        tensors=run.tensors, communication=run.communication, views=_views(run, known),
         causes_ms={k: v.causes_ms for k, v in known.items() if v.causes_ms}, memory=[Curve(k, v.memory) for k, v in known.items() if v.memory],
         budget=_budget(run), memory_note=_memory_note(run), alternatives=run.alternatives, chosen=run.plan, verbs=run.verbs,
         schedule=run.schedule, steps=run.steps, unit=run.unit,

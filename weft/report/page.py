@@ -85,9 +85,9 @@ def _plan(f: Facts) -> Markup | None:
 
 
 def _model(f: Facts) -> Markup | None:
-    if not f.held:
+    if not f.tensors:
         return None
-    drawn = model.picture(f.held, f.mesh, f.repeats, f.stages)
+    drawn = model.picture(f.tensors, f.mesh, f.repeats, f.stages)
     return join([drawn, _ops(f.program) if f.program is not None else None, _communication(f) if f.communication else None])
 
 

@@ -79,7 +79,7 @@ def sliced(x: Any, node: Node, axis: str, shard: S) -> Any:
     """`slice` of an operand, or what was gathered to make it when that is laid out the same."""
     if node.op is comm.all_gather and node.attr("axis") == axis and len(node.args) == 1:
         source = node.args[0]
-        if source.layout == node.layout.cut(axis, shard.dim, shard.within):
+        if source.layout == node.layout.shard(axis, shard.dim, shard.within):
             return x.args[0]
     return comm.slice_(x, axis=axis, dim=shard.dim, within=shard.within)
 

@@ -277,6 +277,6 @@ def reach(group: Any, device: Any) -> torch.device:
     return device if device.type == "cpu" or "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
 
 
-def cut(x: torch.Tensor, *, span: Span, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
+def slice_span(x: torch.Tensor, *, span: Span, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
     """This rank's slice of a value it holds in full."""
     return x.reshape(span)[:, start:stop].reshape(tuple(shape))

@@ -64,7 +64,7 @@ class FusedCall:
 
     def __init__(self, plan: Plan, peers: Peers) -> None:
         self.plan, self.peers = plan, peers
-        self._held: dict[tuple[str, int], PeerTensor] = {}
+        self._buffers: dict[tuple[str, int], PeerTensor] = {}
         self._expand = host_function(plan.kernel.scalars)  # type: ignore[attr-defined]
         self._number_of = host_function(plan.kernel.numbers)
         self._used: dict[int, PeerTensor] = {}  # of arguments updated in peer memory, where in this call
@@ -88,7 +88,7 @@ class FusedCall:
             if tensors[value] is not args[value] and value not in self._used:
                 args[value].copy_(tensors[value])  # it did not lie in one piece, and a copy of it was overwritten
         for value, buffer in self._used.items():
-            if buffer is self._held.get(("spare", value)):
+            if buffer is self._buffers.get(("spare", value)):
                 args[value].copy_(buffer.own)
         return (*(self._result(k, r) for k, r in enumerate(results)), *self._numbers(args))
 
@@ -119,12 +119,12 @@ class FusedCall:
         return ((results if use.role == "out" else args)[use.value].data_ptr(),)
 
     def _hold(self, role: str, value: int, like: Tensor) -> PeerTensor:
-        if not self._held:
+        if not self._buffers:
             self._share_all()
-        if (role, value) not in self._held:
+        if (role, value) not in self._buffers:
             buffer = self.peers.empty(like.numel() * like.element_size())
-            self._held[role, value] = _peer_tensor(buffer, 0, tuple(like.shape), like.dtype)
-        return self._held[role, value]
+            self._buffers[role, value] = _peer_tensor(buffer, 0, tuple(like.shape), like.dtype)
+        return self._buffers[role, value]
 
     def _share_all(self) -> None:
         """One piece of peer memory for all that peers read or write: to share a piece takes two meetings of all ranks."""
@@ -136,12 +136,12 @@ class FusedCall:
             at += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
         buffer = self.peers.empty(at)
         for key, start, shape, dtype in places:
-            self._held[key] = _peer_tensor(buffer, start, shape, dtype)
+            self._buffers[key] = _peer_tensor(buffer, start, shape, dtype)
 
     def home(self, argument: int, given: Tensor) -> Tensor:
         """Where an argument that was updated lives from now on: in peer memory, so that it need not be brought there again."""
         buffer = self._used.get(argument)
-        if buffer is None or buffer is self._held.get(("spare", argument)):
+        if buffer is None or buffer is self._buffers.get(("spare", argument)):
             return given
         self._adopted.add(argument)
         return buffer.own
@@ -180,5 +180,5 @@ class FusedCall:
         return rows
 
     def _result(self, k: int, made: Tensor) -> Tensor:
-        buffer = self._held.get(("gathered", k))
+        buffer = self._buffers.get(("gathered", k))
         return made if buffer is None else made.copy_(buffer.own)

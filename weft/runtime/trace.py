@@ -36,7 +36,7 @@ class Trace:
     statements: list[Statement]
     began: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    bytes_in_use: list[int] = field(default_factory=list)
 
 
 def marked(text: str) -> tuple[str, list[Statement]]:
@@ -71,7 +71,7 @@ def traced(step: Callable[..., Any], text: str, device: torch.device, *, memory:
     def call(inputs: Any) -> Any:
         out = names["step"](inputs)
         if memory:
-            trace.held = marks.values()
+            trace.bytes_in_use = marks.values()
         else:
             times = marks.values()
             trace.began, trace.ended = times[:-1], times[1:]
@@ -118,7 +118,7 @@ def _clock(device: torch.device) -> Any:
 
 
 class _LiveBytes:
-    """Bytes held: what the allocator counts where there is one, else the storage of everything the step can still reach."""
+    """Bytes in use: what the allocator counts where there is one, else the storage of everything the step can still reach."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes = device, list[int]()

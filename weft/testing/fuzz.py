@@ -171,7 +171,7 @@ def check_exact(before: Program, after: Program) -> bool:
 
 def _is_polynomial(p: Program) -> bool:
     def fits(n: Any) -> bool:
-        floats = all(t.dtype == torch.float64 and all(getattr(place, "op", "sum") == "sum" for _, place in t.layout.held) for t in n.types)
+        floats = all(t.dtype == torch.float64 and all(getattr(place, "op", "sum") == "sum" for _, place in t.layout.partials) for t in n.types)
         return floats and (n.op.is_input or n.op.is_item or n.op.field is not None)
 
     return all(fits(n) for n in p.nodes)

@@ -10,8 +10,8 @@ from weft.core.errors import LayoutError
 from weft.core.layout import REDUCTIONS, Atom, Dim, Layout, Mesh, O, P, Placement, R, canonical
 
 
-def layouts(mesh: Mesh, shape: Sequence[int], *, held: bool = True, inner: bool = True) -> list[Layout]:
-    """All layouts of the shape: every axis replicated, sharding any atom of any dim, or (`held`) partial or at a root.
+def layouts(mesh: Mesh, shape: Sequence[int], *, partials: bool = True, inner: bool = True) -> list[Layout]:
+    """All layouts of the shape: every axis replicated, sharding any atom of any dim, or (`partials`) partial or at a root.
 
     `inner` adds the shardings of parts of a dim, several axes nested in one dim among them; without it an axis shards entire dims only.
     """
@@ -20,7 +20,7 @@ def layouts(mesh: Mesh, shape: Sequence[int], *, held: bool = True, inner: bool 
         sharded = {axis: d for axis, d in zip(mesh.axes, choice, strict=True) if d >= 0}
         free = [axis for axis in mesh.axes if axis not in sharded]
         for dims in itertools.product(*(_dims(mesh, n, _of(sharded, d), inner) for d, n in enumerate(shape))):
-            found.update(dict.fromkeys(_placements(Layout(mesh, dims), free, held)))
+            found.update(dict.fromkeys(_placements(Layout(mesh, dims), free, partials)))
     return list(found)
 
 
@@ -47,8 +47,8 @@ def factorizations(size: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in factorizations(size // first))
 
 
-def _placements(layout: Layout, free: Sequence[str], held: bool) -> Iterator[Layout]:
-    choices = [list(_places(layout.mesh.sizes[axis])) if held else [R] for axis in free]
+def _placements(layout: Layout, free: Sequence[str], partials: bool) -> Iterator[Layout]:
+    choices = [list(_places(layout.mesh.sizes[axis])) if partials else [R] for axis in free]
     for places in itertools.product(*choices):
         try:
             yield hold(layout, dict(zip(free, places, strict=True)))

@@ -62,7 +62,7 @@ def _ordered(n: Node, args: tuple[Node, ...]) -> Node:
         return _reduced(n, args, attrs)
     if kind in (Kind.VIEW, Kind.SOURCE) or n.op.adds_nothing or not any(t.dtype.is_floating_point for t in n.types):
         return make(n.op, args, attrs)
-    if any(isinstance(p, P) and p.op == "sum" for a in args if len(a.types) == 1 for _, p in a.layout.held):
+    if any(isinstance(p, P) and p.op == "sum" for a in args if len(a.types) == 1 for _, p in a.layout.partials):
         raise TypeMismatch("a partial sum is read", needed="sums that are done before they are read", found=n.op.name)
     if kind is Kind.POINTWISE:
         return by_leaves(*args, inner=n.op.name, leaves=(), **attrs) if n.op.approximated else make(n.op, args, attrs)  # type: ignore[no-any-return]
@@ -135,7 +135,7 @@ def _summed(x: Node, attrs: dict[str, Any]) -> Node:
     left, keep = list(norm_dims(attrs.get("dims"), x.ndim)), bool(attrs.get("keepdim"))
     gone = set(left)
     x = _gathered(x, lambda d: d not in gone or in_leaves(x.layout.dims[d], 1, False, x.mesh))
-    while inner := [d for d in left[1:] if any(a.cut for a in x.layout.dims[d])]:
+    while inner := [d for d in left[1:] if any(a.axes for a in x.layout.dims[d])]:
         now = [d for d in left if d >= inner[-1]]
         x, left = _all_done(tree_sum(x, dims=tuple(now), keepdim=True)), left[: -len(now)]
     x = _outermost_due(tree_sum(x, dims=tuple(left), keepdim=keep or len(left) < len(gone)))

@@ -73,7 +73,7 @@ def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[No
     at = first.args[0].layout.where_sharded(axis)
     assert at is not None
     atoms, lone = finest(first.args[0].layout.dims[at[0]], n.mesh)
-    last = max((i for i, a in enumerate(atoms) if a.cut), default=-1)
+    last = max((i for i, a in enumerate(atoms) if a.axes), default=-1)
     label, outer = eq.label(0, at[0]), math.prod(a.size for a in atoms[: last + 1])
     inner = first.shape[at[0]] // outer
     dims = dict(eq.dims_of(label))

@@ -107,7 +107,7 @@ def _plain(n: Node) -> str:
     left, right = ([c for c in labels if c in out] for labels in (x, y))
     matrices = left and right and summed and not set(left) & set(right) and set(summed) == {c for c in y if c not in out}
     in_order = left == [c for c in out if c in left] and right == [c for c in out if c in right]
-    if not matrices or not in_order or any(isinstance(place, P) for a in n.args for _, place in a.layout.held):
+    if not matrices or not in_order or any(isinstance(place, P) for a in n.args for _, place in a.layout.partials):
         return ""
     size = {c: n for labels, a in zip((x, y), n.args, strict=True) for c, n in zip(labels, a.shape, strict=True)}
     even = all(math.prod(size[c] for c in part) % EVEN == 0 for part in (left, right, summed))

@@ -135,7 +135,7 @@ class Probe:
         self.noise, self.copies = noise, program.mesh.sizes[AXIS]
         self.batch, self.mine = rows[0].shape[0], rows[0].local_shape(coords)[0]
         self.type = program.input_names[INPUT].type
-        self.held = {name: self.copies if not n.layout.held else 1 for name, n in program.outputs if name.startswith(SQUARES)}
+        self.divisors = {name: self.copies if not n.layout.partials else 1 for name, n in program.outputs if name.startswith(SQUARES)}
         self.next = torch.zeros(2, dtype=self.type.dtype, device=device)
         self.known = False
 
@@ -149,5 +149,5 @@ class Probe:
             self.noise.add(own_square, sum_square, self.batch, self.copies)
         norms = torch._foreach_norm([out[name] for name in out if name.startswith(TERM)])
         own = torch.stack(norms).square().sum() * (self.batch / self.mine)
-        summed = sum((out[name] / n for name, n in self.held.items()), torch.zeros((), device=own.device))
+        summed = sum((out[name] / n for name, n in self.divisors.items()), torch.zeros((), device=own.device))
         self.next, self.known = torch.stack([own, summed]).to(self.type.dtype), True

@@ -197,7 +197,7 @@ def _groups(stage: Stage, named: Spec) -> list[list[str]]:
 def border(type_: Type, here: Placements) -> _Border:
     """Partial sums done and, for the way, sharded by every axis that does not shard it yet, where some dim divides evenly."""
     home = type_.layout
-    for axis, pending in type_.layout.held:
+    for axis, pending in type_.layout.partials:
         home = home.release(axis) if isinstance(pending, P) else home
     layout_there = home
     for axis in home.mesh.axes:
@@ -207,10 +207,10 @@ def border(type_: Type, here: Placements) -> _Border:
 
 
 def _shards_evenly(layout: Layout, axis: str) -> Layout:
-    dims = sorted(range(layout.rank), key=lambda d: (any(a.cut for a in layout.dims[d]), d != layout.rank - 2, d))
+    dims = sorted(range(layout.rank), key=lambda d: (any(a.axes for a in layout.dims[d]), d != layout.rank - 2, d))
     for d in dims:
         try:
-            sharded = layout.cut(axis, d)
+            sharded = layout.shard(axis, d)
         except LayoutError:
             continue
         if sharded.is_even:

@@ -95,7 +95,7 @@ def bucketed(p: Program, axis: str, max_bytes: int = BUCKET) -> Program:
     taken = {n for g in p.groups for n in g.nodes}
     for n in sums:
         if not is_scalar(n) and _alone(p, n) and n not in taken and n.args[0].type.on(axis) == P():
-            isomorphic.setdefault((n.dtype, n.layout.held, n.attrs), []).append(n)  # some may still be partial along another axis
+            isomorphic.setdefault((n.dtype, n.layout.partials, n.attrs), []).append(n)  # some may still be partial along another axis
     for group in isomorphic.values():
         waits = p.waits(group)
         free = [p.at(n) for n in group if n not in waits]

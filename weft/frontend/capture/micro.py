@@ -161,7 +161,7 @@ class _Derivation:
         self.written = {name: n for name, n in p.outputs if name.startswith("buffer.")}
         self.order = toposort([self.loss, *self.written.values()])
         self.free = self._without_parameters()
-        self.held: dict[Node, _MicroValue] = {}
+        self.values: dict[Node, _MicroValue] = {}
         self.known: dict[Node, Node] = {}  # what is computed first, and the input it comes by
 
     def _without_parameters(self) -> set[Node]:
@@ -175,7 +175,7 @@ class _Derivation:
         for n in self.order:
             value = self._value(n)
             if value is not None:
-                self.held[n] = value
+                self.values[n] = value
         outputs = {"loss": self._term(self.loss).node}
         buffers = {name: self._buffer(name, n) for name, n in self.written.items() if n not in self.free}
         outputs |= {name: value.node for name, value in buffers.items()}
@@ -187,7 +187,7 @@ class _Derivation:
 
     def _captured(self, outputs: Mapping[str, Node]) -> Captured:
         """The captured step with a micro-batch's loss and gradients instead of the batch's."""
-        made = {n: value.node for n, value in self.held.items()}
+        made = {n: value.node for n, value in self.values.items()}
         return with_loss(self.captured, outputs, [made])
 
     # -- one value -------------------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ class _Derivation:
         """What a micro-batch has of a value; none where it is a tuple that is computed first."""
         if n.op.is_input:
             return self._input(n)
-        if any(a not in self.held for a in n.args):
+        if any(a not in self.values for a in n.args):
             return self._first(n)
-        args = [self.held[a] for a in n.args]
+        args = [self.values[a] for a in n.args]
         for candidate in self._operand_candidates(n, args):
             made = self._made(n, candidate)
             if made is not None:
@@ -254,14 +254,14 @@ class _Derivation:
     def _sliced(self, n: Node, value: _MicroValue, place: S) -> _MicroValue | None:
         """A micro-batch's slice of a full value."""
         (t,), dim = value.types, place.dim
-        layout = t.layout.cut(AXIS, dim, place.within)
+        layout = t.layout.shard(AXIS, dim, place.within)
         if not layout.is_even or place.within is not None:
             return None
         size, shape = layout.largest_local[dim], layout.largest_local
         if n.op is full_op:
             node = full(shape, n.attr("value"), self.own, n.dtype)
-        elif n.op is expand_op and n.args[0].shape[dim] == 1 and isinstance(self.held[n.args[0]].place, Replicated):
-            node = expand(self.held[n.args[0]].node, shape)
+        elif n.op is expand_op and n.args[0].shape[dim] == 1 and isinstance(self.values[n.args[0]].place, Replicated):
+            node = expand(self.values[n.args[0]].node, shape)
         else:
             rows = add(arange(size, self.own), mul(self._part, size))
             node = take(value.node, rows, dim)
@@ -331,13 +331,13 @@ class _Derivation:
     # -- what leaves the micro-batch -------------------------------------------------------------------------------------------
 
     def _term(self, n: Node) -> _MicroValue:
-        value = self._brought(n, self.held[n], P())
+        value = self._brought(n, self.values[n], P())
         if value is None:
-            raise self._refusal(n, [self.held[n]])
+            raise self._refusal(n, [self.values[n]])
         return value
 
     def _buffer(self, name: str, n: Node) -> _MicroValue:
-        value = self.held[n]
+        value = self.values[n]
         if isinstance(value.place, S) or value.place == P("max") or value.place == P("min"):
             raise self._refusal(n, [value], f"the new value of {name}")
         return value

@@ -67,7 +67,7 @@ class Enumerator:
         self.domain = Field(seed=1)
         self.universe = Universe(world)
         self.nodes: list[list[Node]] = []  # per expression, one node per mesh
-        self.held: list[list[Any]] = []
+        self.results: list[list[Any]] = []
         self.groups: dict[bytes, int] = {}
         self.rank_of = {
             k: [j for j, other in enumerate(world.leaves) if other.kind == leaf.kind].index(k) for k, leaf in enumerate(world.leaves)
@@ -118,7 +118,7 @@ class Enumerator:
         return [*args, *node.args[len(args) :]]
 
     def _value(self, a: int | Node, k: int, node: Node) -> Any:
-        return self.held[a][k] if isinstance(a, int) else ranks.run_node(self.domain, a, [])
+        return self.results[a][k] if isinstance(a, int) else ranks.run_node(self.domain, a, [])
 
     def _leading(self, leaves: frozenset[int]) -> bool:
         """Of interchangeable inputs the first ones are used; other choices are renamings."""
@@ -142,12 +142,12 @@ class Enumerator:
         u.members.setdefault(rep, []).append(t)
         last = size == self.max_ops
         self.nodes.append([] if last else nodes)
-        self.held.append([] if last else values)
+        self.results.append([] if last else values)
 
-    def _fingerprint(self, nodes: list[Node], held: list[Any]) -> bytes | None:
+    def _fingerprint(self, nodes: list[Node], results: list[Any]) -> bytes | None:
         """What is denoted and how it is laid out, on every mesh; None for a value that is zero whatever the inputs."""
         digest = hashlib.blake2b(digest_size=16)
-        for node, values in zip(nodes, held, strict=True):
+        for node, values in zip(nodes, results, strict=True):
             full = ranks.denote(self.domain, values, node.type)
             if not bool(full.any()):
                 return None

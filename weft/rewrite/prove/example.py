@@ -46,7 +46,7 @@ def _terms(instance: Instance, name: str, given: dict[str, torch.Tensor], seed: 
     """What the ranks hold of a partial value."""
     at = [n.attr("name") for n in instance.inputs].index(name)
     node = instance.inputs[at]
-    if not node.layout.held or given[name].numel() > 6:
+    if not node.layout.partials or given[name].numel() > 6:
         return ""
     values = interp.distribute(given[name], node.type, seed + at)
     return "   ranks hold " + " ".join("-" if x is None else _show(x) for x in values)

@@ -20,7 +20,7 @@ Held = list[Codes]  # what every rank holds
 def spread(domain: Domain, node: Node) -> Held:
     """What the ranks hold of an input: slices of one tensor, or of one tensor per term of a Partial."""
     layout, name = node.layout, node.attr("name")
-    pending = [axis for axis, p in layout.held if isinstance(p, P)]
+    pending = [axis for axis, p in layout.partials if isinstance(p, P)]
     full: dict[tuple[int, ...], torch.Tensor] = {}
     out: Held = []
     for at in layout.mesh.places():
@@ -71,7 +71,7 @@ def _reduced_first(domain: Domain, xs: Held, layout: Layout, axis: str) -> Held:
 def denote(domain: Domain, values: Held, type_: Type) -> torch.Tensor:
     """The global value the ranks hold together; replicas that differ are an error."""
     layout = type_.layout
-    for axis, place in layout.held:
+    for axis, place in layout.partials:
         if isinstance(place, P):
             values = list(values)
             for group in layout.mesh.groups(axis):

@@ -243,7 +243,7 @@ def _options(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh, roots: bool
     out = {}
     for h, n in shapes.items():
         full = not n.dtype.is_floating_point
-        some = [lay for lay in _layouts(mesh, n.shape, roots) if not (full and lay.held)]
+        some = [lay for lay in _layouts(mesh, n.shape, roots) if not (full and lay.partials)]
         some = some if len(some) <= most else [some[0], *rng.sample(some[1:], most - 1)]
         out[h] = [_input(h, n.shape, full, lay) for lay in some]
     return out

@@ -90,13 +90,13 @@ class Meaning:
         layout = node.layout
         if not layout.present(at):
             return None
-        salt = [at[a] for a, p in layout.held if isinstance(p, P)]
+        salt = [at[a] for a, p in layout.partials if isinstance(p, P)]
         where = _positions(layout, at)
         return boxed([len(w) for w in where], (self._term(node, i, salt) for i in itertools.product(*where)))
 
     def _full_input(self, node: Node) -> Array:
         """The value that inputs held by ranks denote."""
-        pending = [(a, p.op) for a, p in node.layout.held if isinstance(p, P)]
+        pending = [(a, p.op) for a, p in node.layout.partials if isinstance(p, P)]
         salts = list(itertools.product(*(range(node.mesh.size(a)) for a, _ in pending)))
         kind = pending[0][1] if pending else "sum"
         terms = (self.total([self._term(node, i, s) for s in salts], kind) for i in _indices(node.shape))
@@ -138,7 +138,7 @@ class Meaning:
     def reduced_values(self, node: Node) -> list[Array]:
         """What every rank would hold were its partial sums done."""
         values = list(self.local_values(node))
-        for axis, place in node.layout.held:
+        for axis, place in node.layout.partials:
             if isinstance(place, P):
                 for group in node.mesh.groups(axis):
                     xs = [values[r] for r in group]
