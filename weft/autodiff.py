@@ -150,7 +150,7 @@ def _total(cts: list[Node], value: Type) -> Node | None:
         return next(iter(by_layout.values()))
     full = dual_layout(value)
     for axis in value.mesh.axes:
-        if all(isinstance(lay.placement(axis), P) for lay in by_layout):
+        if all(isinstance(layout.placement(axis), P) for layout in by_layout):
             full = full.hold(axis, P())
     total: Node | None = None
     for ct in by_layout.values():

@@ -91,7 +91,7 @@ class Draft:
     source: Captured | None = None  # the step that is placed, which the placed program is checked against
     moves: tuple[str, ...] = ()  # of rules, in words
     stages: Stages | None = None
-    laid: PlacedPipeline | None = None
+    pipeline: PlacedPipeline | None = None
     program: Program | None = None
     trail: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # passes, and nodes before and after each
 
@@ -106,8 +106,8 @@ class Draft:
 
     @property
     def nodes(self) -> int:
-        if self.laid is not None:
-            return sum(len(p.nodes) for s in self.laid.stages for p in s.phases) + len(self.laid.update.nodes)
+        if self.pipeline is not None:
+            return sum(len(p.nodes) for s in self.pipeline.stages for p in s.phases) + len(self.pipeline.update.nodes)
         if self.stages is not None:
             return sum(len(s.step.nodes) for s in self.stages.run)
         program = self.program or (self.captured.program if self.captured is not None else None)
@@ -223,7 +223,7 @@ def _reached(d: Draft) -> Draft:
         made = _with_phases(d, lambda p: in_chunks(p, "ep"))
         done = [p.outputs for p in _programs(made)] != [p.outputs for p in _programs(d)]
     else:  # in stages they are marked before these are split into passes
-        made = d if d.laid is not None else _with_phases(d, lambda p: sent_alone(p, "ep"))
+        made = d if d.pipeline is not None else _with_phases(d, lambda p: sent_alone(p, "ep"))
         done = any(n.attr("sent") for p in _programs(made) for n in p.nodes)
     if not done:
         raise _idle(word, "experts whose tokens are gathered along ep, an even number on every rank")
@@ -236,8 +236,8 @@ def _idle(word: str, needed: str) -> PlanError:
 
 def _programs(d: Draft) -> list[Program]:
     """The placed program, or that of every turn of every stage."""
-    if d.laid is not None:
-        return [p for s in d.laid.stages for p in s.phases]
+    if d.pipeline is not None:
+        return [p for s in d.pipeline.stages for p in s.phases]
     return [d.program] if d.program is not None else []
 
 
@@ -248,9 +248,9 @@ def _low_precision(d: Draft) -> Draft:
 
 def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:
     """The placed program changed, or that of every turn of every stage."""
-    if d.laid is not None:
-        stages = tuple(replace(s, phases=tuple(map(change, s.phases))) for s in d.laid.stages)
-        return replace(d, laid=replace(d.laid, stages=stages))
+    if d.pipeline is not None:
+        stages = tuple(replace(s, phases=tuple(map(change, s.phases))) for s in d.pipeline.stages)
+        return replace(d, pipeline=replace(d.pipeline, stages=stages))
     return replace(d, program=change(d.program)) if d.program is not None else d
 
 

@@ -47,9 +47,9 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 CALLS = {
-    "gpt2": ("torch.nn.functional.linear", "torch.cat(", "quick.layer_norm_backward", "statistics=", "quick.adam_(", "quick.put_all"),
-    "llama3-8b": ("torch.nn.functional.linear", "quick.attention_backward", "quick.adam_(", "quick.cross_entropy_backward"),
-    "resnext50": ("quick.conv2d_backward(", "quick.adam_("),
+    "gpt2": ("torch.nn.functional.linear", "torch.cat(", "library.layer_norm_backward", "statistics=", "library.adam_(", "library.put_all"),
+    "llama3-8b": ("torch.nn.functional.linear", "library.attention_backward", "library.adam_(", "library.cross_entropy_backward"),
+    "resnext50": ("library.conv2d_backward(", "library.adam_("),
 }
 
 

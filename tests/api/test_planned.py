@@ -253,9 +253,9 @@ def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     assert pieces is not None
     found = pieces.find(captured("gpt2", layers=4))
     assert found.cuts is None and found.recomputed is None
-    assert found.told == ["where its stages are split: it has 7 layers and this model 4 blocks that repeat"]
+    assert found.problems == ["where its stages are split: it has 7 layers and this model 4 blocks that repeat"]
     both = Counted((ROW[:3], ROW[3:])).find(captured("gpt2", layers=4))
-    assert both.told == ["where its stages are split and what it recomputes: it has 7 layers and this model 4 blocks that repeat"]
+    assert both.problems == ["where its stages are split and what it recomputes: it has 7 layers and this model 4 blocks that repeat"]
 
 
 def test_half_a_layer_where_there_is_none(folder: Path) -> None:
@@ -266,13 +266,13 @@ def test_half_a_layer_where_there_is_none(folder: Path) -> None:
     own = Own(folder)
     step = capture(own.model, own.example(4), own.loss, torch.optim.SGD(own.model.parameters(), lr=0.1))
     found = Counted(stages).find(step)
-    assert found.told == ["where stage 1 of it ends: inside layer 2 no value passes alone"] and found.cuts is None
+    assert found.problems == ["where stage 1 of it ends: inside layer 2 no value passes alone"] and found.cuts is None
 
 
 def test_a_part_that_a_layer_does_not_have() -> None:
     stages = ((("first", "none", 1), ("layer", "activation", 2), ("last", "none", 1)),)
     found = Counted(stages).find(captured("mixtral-8x7b", layers=2))
-    assert found.told == ["recompute activation of layer 1, 2: it has no such part that could be recomputed, and keeps everything"]
+    assert found.problems == ["recompute activation of layer 1, 2: it has no such part that could be recomputed, and keeps everything"]
     assert found.recomputed == ()
 
 

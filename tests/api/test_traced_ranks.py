@@ -55,7 +55,7 @@ def beside_each_other(rank: int) -> None:
     wires: list[str] = []
     traced_without_inductor(wires)
     got, how = losses("dp2,zero1")
-    assert how == "Inductor's kernels" and "near_reduce.default" in wires, (how, wires)
+    assert how == "Inductor's kernels" and "intra_host_reduce.default" in wires, (how, wires)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
 
 

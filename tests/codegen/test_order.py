@@ -44,7 +44,7 @@ def found(text: list[str], pattern: str) -> list[tuple[int, str]]:
 def test_sums_are_waited_for_in_the_order_they_were_started(captured: Captured) -> None:
     text = lines(captured, "dp2")
     started = [name for _, name in found(text, r"    (\w+) = comm\.all_reduce(?:_list)?\(\[?t.*")]
-    end = next(i for i, line in enumerate(text) if "quick.adam_" in line)
+    end = next(i for i, line in enumerate(text) if "library.adam_" in line)
     waits = [name for i, name in found(text, r"    (\w+) = \1\.wait\(\)") if i > end]
     assert len(waits) > 3
     assert waits[:-1] == [n for n in started if n in waits[:-1]]  # the last is the loss, which nothing waits for
@@ -53,7 +53,7 @@ def test_sums_are_waited_for_in_the_order_they_were_started(captured: Captured) 
 @pytest.mark.usefixtures("apart")
 def test_an_update_does_not_wait_for_later_sums(captured: Captured) -> None:
     text = lines(captured, "dp2")
-    updates = [i for i, line in enumerate(text) if "quick.adam_" in line]
+    updates = [i for i, line in enumerate(text) if "library.adam_" in line]
     waits = [i for i, _ in found(text, r"    (\w+) = \1\.wait\(\)")]
     assert len(updates) > 3
     assert all(any(a < w < b for w in waits) for a, b in itertools.pairwise(updates))
@@ -65,7 +65,7 @@ def test_slices_are_updated_and_gathered_while_the_backward_pass_goes_on(capture
     gathers = [i for i, line in enumerate(text) if "comm.all_gather" in line]
     scatters = [i for i, line in enumerate(text) if "comm.reduce_scatter" in line]
     assert gathers[0] < scatters[-1]
-    assert all("quick.adam(" in line or "adam" not in line for line in text)  # one pass over memory each, not one per operation
+    assert all("library.adam(" in line or "adam" not in line for line in text)  # one pass over memory each, not one per operation
 
 
 @pytest.mark.usefixtures("apart")

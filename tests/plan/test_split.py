@@ -16,7 +16,7 @@ from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
 from weft.plan.spec import Spec
 from weft.plan.split import Forward, balanced, chosen_ends, split
-from weft.transform.phases import in_turn
+from weft.transform.phases import split_phases
 from weft.transform.pipeline import border
 from weft.transform.recompute import recomputed, regions_of
 
@@ -115,7 +115,7 @@ def test_turns_run_one_after_another() -> None:
     cap, batch = captured("gpt2")
     (stage,) = split(cap, 1, ())
     groups = [["loss"], stage.gives("d.param.")[:5], stage.gives("d.param.")[5:]]
-    turns = in_turn(stage.step, groups, [Role.PARAMETER])
+    turns = split_phases(stage.step, groups, [Role.PARAMETER])
     values, out = cap.inputs(batch), dict[str, Any]()
     for p in turns:
         out |= interp.run_global(p, {n: {**values, **out}[n] for n in p.input_names})

@@ -94,8 +94,8 @@ def test_flexflow_rules_are_read_and_judged() -> None:
     assert fifth.endswith("under sharding: unsound")
     assert "inputs -1: [2" in audit.verdicts[4][2]
     assert audit.refuted == 1
-    assert audit.beside["refused"] == 3
-    assert audit.beside["unsound_sharded"] >= 1
+    assert audit.others["refused"] == 3
+    assert audit.others["unsound_sharded"] >= 1
 
 
 def one(left: list[dict], right: list[dict], *, outs: int = 1) -> ForeignRule:

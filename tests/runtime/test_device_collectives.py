@@ -60,8 +60,8 @@ def slices(rank: int) -> None:
     graph = make_fx(step, tracing_mode="fake")(*given)
     gather_once(graph.graph)
     graph.recompile()
-    names = [str(n.target) for n in graph.graph.nodes if "near_" in str(n.target)]
-    assert names == ["weft.near_lay_out.default", *["weft.near_take.default"] * 2, "weft.near_gather.default", "weft.near_take.default"], names
+    names = [str(n.target) for n in graph.graph.nodes if "intra_host_" in str(n.target)]
+    assert names == [f"weft.intra_host_{n}.default" for n in ("place", "take", "take", "gather", "take")], names
     for _ in range(2):
         for got, want in zip(graph(*given), step(*given), strict=True):
             assert torch.equal(got, want), (got, want)

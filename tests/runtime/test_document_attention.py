@@ -72,4 +72,4 @@ def test_generated_code_calls_them_for_documents_on_a_gpu(equal: bool, device: s
     captured = capture(model, batch, lambda m, b: m(**b), torch.optim.SGD(model.parameters(), lr=0.1))
     program = passes.run(passes.Draft(captured, Spec.parse("dp1"))).program
     assert program is not None
-    assert lower(program, device=device).text.count("quick.document_attention") == calls
+    assert lower(program, device=device).text.count("library.document_attention") == calls

@@ -84,5 +84,5 @@ def test_generated_code_calls_it_on_gpus_only_and_knows_its_experts():
         given("down", bf16, E, D, WIDE, **cut), act="silu",
     )  # fmt: skip
     args = ["x", "picks", "w", "up", "down"]
-    assert library_call(node, args, "cuda", False, {"ep": 1}) == "quick.experts(x, picks, w, up, down, act='silu', first=3)"
+    assert library_call(node, args, "cuda", False, {"ep": 1}) == "library.experts(x, picks, w, up, down, act='silu', first=3)"
     assert library_call(node, args, "cpu", False, {"ep": 1}) is None

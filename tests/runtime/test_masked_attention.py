@@ -83,7 +83,7 @@ def test_every_mask_of_the_dtype_of_its_scores_is_added_by_the_kernel(dtype: str
     (node,) = (n for n in p.nodes if n.op.name == "attention")
     call = library_call(node, ["q", "k", "v", "m"], device, own=False, at={})
     assert (call is None) == (dtype == "f16" and device == "cpu")
-    assert call is None or call.startswith("quick.attention(q, k, v, m, scale=0.25")
+    assert call is None or call.startswith("library.attention(q, k, v, m, scale=0.25")
 
 
 def test_a_model_with_a_padding_mask_calls_it() -> None:
@@ -93,6 +93,6 @@ def test_a_model_with_a_padding_mask_calls_it() -> None:
     batch = bert.example(3)
     batch["keep"][:, -5:] = False
     step = parallelize(bert.model, bert.loss, torch.optim.SGD(bert.model.parameters(), lr=0.1), batch)
-    assert "quick.attention(" in step.compiled.code.text and "quick.attention_backward(" in step.compiled.code.text
+    assert "library.attention(" in step.compiled.code.text and "library.attention_backward(" in step.compiled.code.text
     plain = zoo.small("bert-large", dropout=0.0)
     assert math.isclose(float(step(batch)), float(plain.loss(plain.model, batch).detach()), rel_tol=1e-5)

@@ -71,7 +71,7 @@ class Stand:
     """Runs the user's code with blocks that are answered for, and compares."""
 
     def __init__(self, blocks: ModuleBlocks, case: Case, report: BlockReport, example: Any) -> None:
-        self.module_blocks, self.case, self.captured, self.told = blocks, case, blocks.captured, report
+        self.module_blocks, self.case, self.captured, self.report = blocks, case, blocks.captured, report
         self.device = case.device
         self.random = torch.Generator().manual_seed(0)
         self.answers: dict[Any, list[Tensor]] = {}  # of every kind
@@ -116,7 +116,7 @@ class Stand:
             program = self.module_blocks.programs[block.key]
             cost = check_cost.seconds(program, self.device)
             if self.seconds + cost > check_cost.SECONDS:
-                self.told.left.append(f"{block.call.path} and those like it would take too long and were not compared")
+                self.report.left.append(f"{block.call.path} and those like it would take too long and were not compared")
                 self.answers[block.key] = []
                 return [self._like(n) for n in dict.fromkeys(block.call.returned)]
             self.seconds += cost
@@ -156,14 +156,14 @@ class Stand:
         if around is None:
             return
         if not check_cost.fits(around.program, self.device):
-            self.told.left.append(f"{AROUND} was not compared: it {check_cost.cost(around.program, self.device)}")
+            self.report.left.append(f"{AROUND} was not compared: it {check_cost.cost(around.program, self.device)}")
             return
         try:
             want, given = self._eager(around, example)
         except CaptureError:
             raise
         except Exception as e:  # whatever the user's code does with results that stand for others
-            self.told.left.append(f"{AROUND} was not compared: {type(e).__name__}: {e}")
+            self.report.left.append(f"{AROUND} was not compared: {type(e).__name__}: {e}")
             return
         self._require(around.program, given, want, around.describe_tensor, around.entangled)
 
@@ -201,7 +201,7 @@ class Stand:
                     except CaptureError:
                         raise
                     except Exception as e:  # random values need not be such as it is made for
-                        self.told.left.append(f"{block.call.path or type(self.case.model).__name__} was not compared: {type(e).__name__}: {e}")
+                        self.report.left.append(f"{block.call.path or type(self.case.model).__name__} was not compared: {type(e).__name__}: {e}")
                         self.answers[block.key] = []
 
     # -- comparing ---------------------------------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ class Stand:
         worst = max(deviations, key=lambda n: deviations[n])
         if deviations[worst].allowed > 1:
             if doubt:
-                self.told.left.append(f"{AROUND} was not compared: it reads what is inside of them")
+                self.report.left.append(f"{AROUND} was not compared: it reads what is inside of them")
                 return
             raise refusal(self.case, f"{words(worst)} {deviations[worst].words}")
-        self.told.apart |= {words(n): x for n, x in deviations.items()}
+        self.report.apart |= {words(n): x for n, x in deviations.items()}
 
     def _like(self, x: Tensor | Node) -> Tensor:
         return random_of(x.shape, x.dtype, self.device, self.random)

@@ -119,7 +119,7 @@ class Inference:
         program = self._placed(captured)
         if self.check:
             self._check(captured, program, batch)
-        run = Compiled(program, device=self.device, again=True)
+        run = Compiled(program, device=self.device, repeated=True)
         for name, value in {**captured.parameters, **captured.buffers}.items():
             if name in run.program.input_names and (name not in self._taken or self._taken[name][0] is not value):
                 self._taken[name] = value, run.program.input_names[name].layout

@@ -41,20 +41,20 @@ class Compiled:
 
     def __init__(
         self, program: Program, device_mesh: Any = None, device: str | torch.device = "cpu", *, donate: bool = False,
-        inductor: bool | None = None, together: bool = True, again: bool = False,
+        inductor: bool | None = None, on_all_ranks: bool = True, repeated: bool = False,
     ) -> None:  # fmt: skip
         """`donate`: state may be overwritten. `inductor`: compile the step in one piece; left open, on GPUs only.
 
-        `again`: most inputs are the very tensors of the call before, and state may be overwritten after all is computed.
+        `repeated`: most inputs are the very tensors of the call before, and state may be overwritten after all is computed.
 
-        `together`: every rank calls this program, among others in the same order.
+        `rank_sync`: every rank calls this program, among others in the same order.
         """
         self.program = program
         self.device = torch.device(device)
         warm_up(self.device)
         self.rank = rank()
         _check_world(program)
-        if together:
+        if on_all_ranks:
             require_same(f"program {program.name}", program.text)
         self.device_mesh = device_mesh or _device_mesh(program, self.device)
         self.groups = {a: self.device_mesh.get_group(a) if self.device_mesh is not None else None for a in program.mesh.axes}
@@ -64,7 +64,7 @@ class Compiled:
         self._checked: dict[str, Any] = {}  # what came with the last call
         peers = _peers(program, self.groups, self.device)
         on = {a: _intra_host_group(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
-        on = with_channels(program, on, self.device) if together else on
+        on = with_channels(program, on, self.device) if on_all_ranks else on
         self._lanes = {a: g for a, g in on.items() if isinstance(g, ParallelGroups)}
         far = {a: isinstance(g, HostGroup) and g.message or comm.message_bytes(self.device) for a, g in on.items()}
         kernels = kernel_language(self.device)
@@ -76,7 +76,7 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"quick": library_kernels, "low_product": low.product, "by_rows": rowwise, "sent": token_all_to_all}
+        names |= {"library": library_kernels, "low_product": low.product, "by_rows": rowwise, "sent": token_all_to_all}
         names |= {"in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
@@ -86,9 +86,9 @@ class Compiled:
             exec(compile(self.code.parts, f"<weft {program.name}, in parts>", "exec"), names)
             parts = (names["step"], names["compute"], names["update"])
             on_one_host = all(program.mesh.size(a) == 1 or isinstance(g, HostGroup) for a, g in on.items())  # a recording can have such collectives in it
-            stays = program.input_names if again else ()
-            self._step = Traced(*parts, program.state, self.device, record=on_one_host and (donate or again), stays=stays, asks=bool(self.code.calls))
-        self._board = world_board() if together else None
+            stays = program.input_names if repeated else ()
+            self._step = Traced(*parts, program.state, self.device, record=on_one_host and (donate or repeated), stays=stays, asks=bool(self.code.calls))
+        self._board = world_board() if on_all_ranks else None
         if donate and self.device.type == "cpu":
             memory.give_back() if gathers_parameters(program) else memory.keep()
 

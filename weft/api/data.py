@@ -88,8 +88,8 @@ def part_of_batch(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch
 class Brought:
     """How a step's calls bring the tensors of their batches, full or in parts, and what full ones measure."""
 
-    def __init__(self, together: RankSync) -> None:
-        self.together = together
+    def __init__(self, rank_sync: RankSync) -> None:
+        self.rank_sync = rank_sync
         self.parts: set[str] = set()  # what comes in parts; the example came in full
 
     def fits(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], coords: dict[str, int]) -> bool:
@@ -112,7 +112,7 @@ class Brought:
         own = {n: tuple(x.shape) for n, x in batch.items()}
         if one_process():
             return own
-        answers = self.together.answers([[n, list(s), _digest(batch[n])] for n, s in own.items()], "the shapes of a batch")
+        answers = self.rank_sync.answers([[n, list(s), _digest(batch[n])] for n, s in own.items()], "the shapes of a batch")
         theirs = [{n: (tuple(shape), digest) for n, shape, digest in of_rank} for of_rank in answers]
         odd = [t for t in theirs if t.keys() != own.keys()]
         if odd:

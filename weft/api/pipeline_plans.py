@@ -68,8 +68,8 @@ class PipelinePlans:
         shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
         pieces = stage_contents_of(plan)
         found = pieces.find(micro.captured) if pieces is not None else FoundStages()
-        if found.told:
-            raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.told))
+        if found.problems:
+            raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.problems))
         made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
         return made, staged(made, plan, where, imbalance).seen
 

@@ -68,9 +68,9 @@ class Followed:
         """Where the step is split and what is recomputed, as far as the plan says so."""
         found = self.contents.find(captured) if self.contents is not None else FoundStages()
         if found.recomputed and not captured.gradients:
-            found = FoundStages(told=["what it recomputes: the model was traced together with its backward pass"])
-        if found.told:
-            raise self._refused(f"{self.path} cannot be followed on this step", "the step that was planned", "; ".join(found.told))
+            found = FoundStages(problems=["what it recomputes: the model was traced together with its backward pass"])
+        if found.problems:
+            raise self._refused(f"{self.path} cannot be followed on this step", "the step that was planned", "; ".join(found.problems))
         return found
 
     def again(self, captured: Captured) -> Captured:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from weft.cost.staged import StagedStep
 
 TIMED, HELD = 3, 4  # the steps, counted from 0, that are traced
-SAID = 9  # the step after which there is enough to speak of
+REPORTED_AFTER = 9  # the step after which there is enough to speak of
 OFTEN = 5.0  # seconds between two writes of the file
 MOST, LARGE = 12, 4000  # plans predicted for comparison, and nodes of a program from which none are
 
@@ -108,8 +108,8 @@ class Recorder:
             self._tell(n)
 
     def _tell(self, n: int) -> None:
-        if self.printer is not None and n >= SAID and self.printer.due():
-            self.printer.say(self.run())
+        if self.printer is not None and n >= REPORTED_AFTER and self.printer.due():
+            self.printer.report(self.run())
         if self.folder is not None and (n == HELD or time.monotonic() - self._wrote > OFTEN):
             self._wrote = time.monotonic()
             self.run().save(self.folder)
@@ -118,7 +118,7 @@ class Recorder:
         """Write what there is, with the plans that were not taken. Called at the end of the process, if not before."""
         atexit.unregister(self.close)
         if self.printer is not None and not self.printer.last and self.series["ms"]:
-            self.printer.say(self.run())
+            self.printer.report(self.run())
         if self.rank == 0 and self.folder is not None and self.series["ms"]:
             if not self.alternatives and self.cluster is not None and len(self.step.program.nodes) < LARGE:
                 self.alternatives = _others(self.step, self.cluster) if self.staged is None else _other_schedules(self.step, self.staged)

@@ -104,16 +104,16 @@ class Variants:
 
     def observed(self, run: Callable[[Reads], Any]) -> Any:
         """What `run` captures, with what it read; where it changed Python on any rank, whether doing it again would be the same is found out."""
-        with self.together.telling():
+        with self.rank_sync.telling():
             first = Reads(self.model, self.loss, self.example)
             first.answers = self.asked()
             made = run(first)
-        if not any(self.together.answers(bool(first.left or first.drew), "whether the step changes Python")):
+        if not any(self.rank_sync.answers(bool(first.left or first.drew), "whether the step changes Python")):
             return made
-        with self.together.telling():
+        with self.rank_sync.telling():
             first.undo()
             words, stable = self._tried_twice(run)
-        answers = self.together.answers([words, stable], "what the step changes in Python")
+        answers = self.rank_sync.answers([words, stable], "what the step changes in Python")
         if not all(stable for _, stable in answers):
             self.impure, self.given = True, self.given | {COUNT}
             words = next(words for words, stable in answers if not stable)
@@ -238,7 +238,7 @@ class Variants:
         self, step: Step, batch: Any, shapes: dict[str, Shape], changes: list[Change] | None = None, alone: bool = False
     ) -> tuple[Reads, Form]:
         """The program that Python means now, new or known."""
-        with self.together.telling(), _with_batch_in_message(step, batch):
+        with self.rank_sync.telling(), _with_batch_in_message(step, batch):
             example = self._example_of(batch, shapes)
             numbers = [] if alone or not step.lifts else [c for c in changes or () if may_lift(c) and c.words not in self.unlifted]
             if numbers:
@@ -383,7 +383,7 @@ class Variants:
     def tell(self, words: str, once: str) -> None:
         if once not in self.told and (one_process() or dist.get_rank() == 0):
             print(f"weft: {words}", file=sys.stderr)
-        self.told |= {once} if once else set()
+        self.warned |= {once} if once else set()
 
     # -- all ranks -----------------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class Variants:
         stays = form is not None and form.attributes["compiled"] is step.compiled
         if one_process() or (stays and not self.impure):
             return
-        answers = self.together.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
+        answers = self.rank_sync.answers(cache.digest(program.text + repr(sorted(reads.numbers(batch).items()))), "the program of the step")
         odd = [r for r, digest in enumerate(answers) if digest != answers[dist.get_rank()]]
         if odd:
             raise RuntimeFault(

@@ -64,8 +64,8 @@ class Runner:
         self.messages: Messages | Rehearsal | None
         self.stages, self.orders, self.like, self.messages, self.carried = stages, orders, like, messages, carried
         self.me = like.coords.get("pp", 0)
-        self.turns = {s.number: [self._compiled(p) for p in s.phases] for s in stages if s.rank == self.me}
-        self.later = {g: {n for c in turns[1:] for n in c.program.input_names} for g, turns in self.turns.items()}
+        self.phases = {s.number: [self._compiled(p) for p in s.phases] for s in stages if s.rank == self.me}
+        self.later = {g: {n for c in phases[1:] for n in c.program.input_names} for g, phases in self.phases.items()}
         self.routes = routes(stages)
         require_an_end(self.routes, orders)
         self._buffers, self._summed = Sums(), frozenset[str]()
@@ -76,7 +76,7 @@ class Runner:
         self.alive: dict[str, Any] = {}  # what is alive between two passes
 
     def _compiled(self, program: Any) -> Compiled:
-        return Compiled(program, self.like.device_mesh, self.like.device, together=False)
+        return Compiled(program, self.like.device_mesh, self.like.device, on_all_ranks=False)
 
     def _rank(self, stage: int) -> int:
         """The rank of the world next to this one at another place of the pipeline."""
@@ -165,7 +165,7 @@ class Runner:
 
     def _forward(self, g: int, action: Action, state: Values, inputs: Values, sums: Sums) -> Values:
         values = {**inputs, **self._receive(g, action)}
-        step = self.turns[g][0]
+        step = self.phases[g][0]
         given = _chosen(step, {**state, **values})
         out = self.call(g, action, step, given)
         if "loss" in out:
@@ -179,18 +179,18 @@ class Runner:
         return {n: x for n, x in {**out, **values}.items() if n in self.later[g]}
 
     def _backward(self, g: int, action: Action, state: Values, kept: dict[tuple[int, int], Values], sums: Sums) -> None:
-        turn = 1 if action.kind == "backward" else 2
+        phase = 1 if action.kind == "backward" else 2
         values = {**kept.pop((g, action.micro), {}), **self._receive(g, action)}
-        if turn >= len(self.turns[g]):
+        if phase >= len(self.phases[g]):
             return
-        step = self.turns[g][turn]
+        step = self.phases[g][phase]
         out = self.call(g, action, step, _chosen(step, {**state, **values}))
         self._send(g, action, out)
         for name, x in out.items():
             if name.startswith("d.param."):
                 sums.add(f"{name}.{g}", x)
-        if turn + 1 < len(self.turns[g]):
-            later = self.turns[g][turn + 1].program.input_names
+        if phase + 1 < len(self.phases[g]):
+            later = self.phases[g][phase + 1].program.input_names
             kept[g, action.micro] = {n: x for n, x in {**values, **out}.items() if n in later}
 
 

@@ -51,7 +51,7 @@ from weft.plan.place import place
 from weft.plan.plan import Plan
 from weft.plan.spec import Spec
 from weft.runtime import hosts
-from weft.transform.phases import in_turn
+from weft.transform.phases import split_phases
 
 
 def shard(
@@ -188,7 +188,7 @@ class Sharded:
         grads = [n for n in program.output_names if n.startswith(GRAD)]
         state = [n for n in program.output_names if n not in grads and n not in outs]
         regathered = (Role.PARAMETER,) if self.plan.most_zero in (0, 3) else ()
-        forward, backward = in_turn(program, [[*outs, *state], grads], regathered)
+        forward, backward = split_phases(program, [[*outs, *state], grads], regathered)
         return Passes(both, forward, backward, tuple(outs), nest)
 
     def _evaluating(self, first: Captured, nest: TreeSpec, check: bool) -> Passes:

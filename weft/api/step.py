@@ -273,7 +273,7 @@ class Step(StepState):
         """Refuse what only some ranks ask for, after waiting for the others: it takes all. What was written since `sync_model` is part of the state."""
         try:
             if self.forms is not None:
-                self.forms.together.answers(None, what)
+                self.forms.rank_sync.answers(None, what)
         except RuntimeFault as error:
             raise RuntimeFault(
                 f"not every rank has called {what}", needed=f"step.{what.split()[-1]} on all ranks: each has a part of the state", found=error.message,

@@ -68,7 +68,7 @@ class StepState:
         if self.forms is not None:
             self.forms.choose(self, batch, exact)
             numbers = self.reads.numbers(batch) if self.reads is not None else {}
-            self.forms.together.see({**self._settings(), **numbers})
+            self.forms.rank_sync.see({**self._settings(), **numbers})
 
     def remember(self, synced: bool) -> None:
         """The module is known as it is now."""
@@ -96,7 +96,7 @@ class StepState:
                 found=f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} written after step {self.steps}",
                 try_=("step.sync_model(), then write, then step(batch)", "step.load_state_dict(...), which writes into the step itself"),
             )
-        answers = self.forms.together.answers(digest(written), "what was written into the module") if self.forms is not None else []
+        answers = self.forms.rank_sync.answers(digest(written), "what was written into the module") if self.forms is not None else []
         if len(set(answers)) > 1:
             raise RuntimeFault(
                 "ranks have written other values into the module",

@@ -78,7 +78,7 @@ def _planned(name: str | None, plan: str, passes: bool, any_plan: bool) -> None:
         typer.echo(f"{'pass':<15} {'before':>8} {'after':>8}  nodes of {name} under {draft.spec}")
         typer.echo("\n".join(f"{name:<15} {before:>8,} {after:>8,}  {why[name]}" for name, before, after in draft.trail))
         return
-    programs = [draft.program] if draft.laid is None else [*(p for s in draft.laid.stages for p in s.phases), draft.laid.update]
+    programs = [draft.program] if draft.pipeline is None else [*(p for s in draft.pipeline.stages for p in s.phases), draft.pipeline.update]
     typer.echo("\n\n".join(p.text for p in programs if p is not None))
 
 

@@ -33,7 +33,7 @@ def verify(
             results().print(f"[bold]{name}[/]: {status}", highlight=False)
             results().print(example, highlight=False, markup=False, soft_wrap=True)
     counts = {k: getattr(found, k) for k in ("rules", "pairs", "general", "bounded", "second", "disputed", "refuted")}
-    counts |= found.beside
+    counts |= found.others
     results().print(", ".join(f"{v} {k}" for k, v in counts.items()) + f", {found.seconds:.1f} s, seed {found.seed}")
     if not found.judge:
         results().print("Z3 is not installed, so no rule was verified a second time: pip install z3-solver", markup=False)

@@ -20,11 +20,11 @@ SAMPLES, HEADS, KEYS, WIDTH = 8, 8, 64, 64  # of attention as it is defined
 def among(calls: Sequence[Callable[[], Any]], budget: float = 0.06) -> float:
     """Seconds of one of several equal calls, each on operands of its own: the thread's own time, the second best round of five.
     Results are kept for a while, so that new ones do not go where the last one was."""
-    turns, kept = itertools.cycle(calls), deque[Any](maxlen=len(calls))
+    endless, kept = itertools.cycle(calls), deque[Any](maxlen=len(calls))
 
     def mean(count: int) -> float:
         began = time.thread_time()
-        kept.extend(call() for call in itertools.islice(turns, count))
+        kept.extend(call() for call in itertools.islice(endless, count))
         return (time.thread_time() - began) / count
 
     once = mean(len(calls))

@@ -33,8 +33,8 @@ WIDE, ROOM = 128, 1 << 30  # numbers in a head, and bytes of scores that may be 
 
 def _rows_replicated(q: Node, k: Node) -> bool:
     """All query rows and keys are here, so that causal means what the kernel takes it for."""
-    lay = q.type.layout
-    return not any(a.axes for a in lay.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
+    layout = q.type.layout
+    return not any(a.axes for a in layout.dims[3]) and k.ndim == 4 and q.shape[3] == k.shape[2] and q.shape[-1] == k.shape[-1]
 
 
 def _matmuls_are_faster(q: Node, k: Node) -> bool:
@@ -134,7 +134,7 @@ def local_rows(rows: Node, at: Mapping[str, int]) -> range | None:
     return rows.layout.run(0, at) if _counted(before_comm(rows)) else None
 
 
-QUICK: Mapping[str, Test] = {
+LIBRARY: Mapping[str, Test] = {
     "attention": _plain_attention(0),
     "attention_backward": _plain_attention(1),
     "adam": _plain_adam,
@@ -155,7 +155,7 @@ def library_call(
 ) -> str | None:
     """The call at a place of the mesh, or None where the op's own function must do. `statistics` is where a norm leaves, or finds, its own;
     `fetches` says that what goes to the host comes back in the same program."""
-    test = QUICK.get(n.op.name)
+    test = LIBRARY.get(n.op.name)
     if test is None or not test(n, device):
         return None
     if n.op is put_op and (run := local_rows(n.args[2], at)):
@@ -167,7 +167,7 @@ def library_call(
     if n.op in (experts, experts_backward):
         attrs["first"] = _first(n.args[3 if n.op is experts else 4], at)
     more = [f"statistics={statistics}"] if statistics and n.op.name == "layer_norm_backward" else []
-    call = f"quick.{n.op.name}({', '.join([*args, *settings(attrs.items()), *more])})"
+    call = f"library.{n.op.name}({', '.join([*args, *settings(attrs.items()), *more])})"
     return f"{call}[0]" if n.op.name == "layer_norm" and statistics is None else call
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from weft.codegen.library_calls import QUICK, documents, library_call
+from weft.codegen.library_calls import LIBRARY, documents, library_call
 from weft.codegen.matmul import is_linear
 from weft.codegen.peephole import Peephole, Text
 from weft.codegen.text import settings
@@ -60,11 +60,11 @@ def _linears(p: Program) -> Iterator[Peephole]:
 
 def _documents(p: Program, device: str) -> Iterator[Peephole]:
     for n in p.nodes:
-        found = documents(n, device) if n.op.attends is not None and n.op.name in QUICK else None
+        found = documents(n, device) if n.op.attends is not None and n.op.name in LIBRARY else None
         if found is not None:
             inputs = (*n.args[:-1], *found)
             how = ", ".join(settings((k, v) for k, v in n.attrs if k in ("scale", "causal")))
-            yield Peephole((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"quick.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
+            yield Peephole((n,), inputs, (n,), lambda v, n=n, xs=inputs, how=how: f"library.document_{n.op.name}({', '.join(map(v, xs))}, {how})")
 
 
 # -- experts whose tokens are sent to the ranks they picked, where they would be gathered ---------------------------------------------
@@ -194,7 +194,7 @@ def _convolutions(p: Program) -> Iterator[Peephole]:
                 (other, n),
                 (ct, x, w),
                 (other, n),
-                lambda v, xs=(ct, x, w), s=keywords: f"quick.conv2d_backward({', '.join(map(v, xs))}, {s})",
+                lambda v, xs=(ct, x, w), s=keywords: f"library.conv2d_backward({', '.join(map(v, xs))}, {s})",
             )
 
 

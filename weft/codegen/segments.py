@@ -93,7 +93,7 @@ class RowEmitter:
         for v in self.values:
             if isinstance(v.slot, Messages):
                 yield from self.collect(v, v.slot)
-                self.known[v] = self.again(v)
+                self.known[v] = self.reload(v)
         for level in range(1 + max(self.level.values())):
             yield from self._vertices(level)
             yield from self._edges(level)
@@ -110,7 +110,7 @@ class RowEmitter:
         stores = [(slot, v) for slot, v in self.group.stores if slot.of_edge and self.level[v] == level]
         if sums or stores:
             yield from self.over_edges(sums, list(self._sweep(stores, sums=sums)))
-            self.known |= {v: self.again(v) for v in sums}
+            self.known |= {v: self.reload(v) for v in sums}
 
     def _sweep(self, stores: list[tuple[RowSlot, Value]], keep: Iterable[Value] = (), sums: Iterable[Value] = ()) -> Iterator[str]:
         """The statements of one pass: values, what is kept for later passes, stores and sums."""
@@ -130,7 +130,7 @@ class RowEmitter:
         lines += [self.store(slot, bare(writer.text(v))) for slot, v in stores]
         lines += [self.add(v, bare(writer.text(v.args[0]))) for v in sums]
         yield from self.columns(lines)
-        self.known |= {v: self.again(v) for v in keep}
+        self.known |= {v: self.reload(v) for v in keep}
 
     def _needed(self, ends: list[Value]) -> list[Value]:
         """What is to be worked out for `ends` of what varies and is not known yet, arguments first."""
@@ -159,7 +159,7 @@ class RowEmitter:
         """Add up what was sent."""
         raise NotImplementedError
 
-    def again(self, value: Value) -> str:
+    def reload(self, value: Value) -> str:
         """A value in a later pass than the one that made it."""
         raise NotImplementedError
 

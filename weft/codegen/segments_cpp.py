@@ -45,16 +45,16 @@ class CppEmitter(RowEmitter):
     def array(self, value: Value) -> str:
         return f"{self.names[value]}_of"
 
-    def again(self, value: Value) -> str:
+    def reload(self, value: Value) -> str:
         return f"{self.array(value)}[j]"
 
     def collect(self, value: Value, slot: Messages) -> Iterator[str]:
-        yield f"for (int j = 0; j < m; ++j) {self.again(value)} = 0;"
+        yield f"for (int j = 0; j < m; ++j) {self.reload(value)} = 0;"
         for rows, first, index in slot.ways:
             begin = self.at(first)
             yield f"for (i64 k = {begin}[v]; k < {begin}[v + 1]; ++k) {{"
             yield f"  const real *q = {self.at(rows, self.group.real)} + {self.at(index)}[k] * {self.group.lanes} + jb;"
-            yield f"  for (int j = 0; j < m; ++j) {self.again(value)} += q[j];"
+            yield f"  for (int j = 0; j < m; ++j) {self.reload(value)} += q[j];"
             yield "}"
 
     def read(self, slot: RowSlot) -> str:
@@ -72,13 +72,13 @@ class CppEmitter(RowEmitter):
 
     def define(self, value: Value, text: str) -> list[str]:
         name = self.names[value]
-        return [f"const auto {name} = {text};", *([f"{self.again(value)} = {name};"] if value in self.kept else [])]
+        return [f"const auto {name} = {text};", *([f"{self.reload(value)} = {name};"] if value in self.kept else [])]
 
     def store(self, slot: RowSlot, text: str) -> str:
         return f"{self._row(slot, 'w')} = {text};"
 
     def add(self, total: Value, text: str) -> str:
-        return f"{self.again(total)} += {text};" if total.name == "sum" else f"{self.again(total)} = weft::larger({self.again(total)}, real({text}));"
+        return f"{self.reload(total)} += {text};" if total.name == "sum" else f"{self.reload(total)} = weft::larger({self.reload(total)}, real({text}));"
 
     def columns(self, lines: list[str]) -> Iterator[str]:
         yield "{"
@@ -93,13 +93,13 @@ class CppEmitter(RowEmitter):
     def over_edges(self, sums: list[Value], lines: list[str]) -> Iterator[str]:
         first = self.at(self.group.first)
         for v in sums:
-            yield f"for (int j = 0; j < m; ++j) {self.again(v)} = {'0' if v.name == 'sum' else '-INFINITY'};"
+            yield f"for (int j = 0; j < m; ++j) {self.reload(v)} = {'0' if v.name == 'sum' else '-INFINITY'};"
         yield f"for (i64 e = {first}[v]; e < {first}[v + 1]; ++e) {{"
         yield from (f"  {line}" for line in lines)
         yield "}"
         for v in sums:
             if v.name != "sum":
-                yield f"if ({first}[v] == {first}[v + 1]) for (int j = 0; j < m; ++j) {self.again(v)} = 0;"
+                yield f"if ({first}[v] == {first}[v + 1]) for (int j = 0; j < m; ++j) {self.reload(v)} = 0;"
 
 
 def _number(x: float) -> str:

@@ -48,7 +48,7 @@ class TritonEmitter(RowEmitter):
     def writer(self) -> Writer:
         return Writer(EXACT, python, lambda text, _: f"({text}).to({self.real})", entry=2)
 
-    def again(self, value: Value) -> str:
+    def reload(self, value: Value) -> str:
         return self.names[value]
 
     def collect(self, value: Value, slot: Messages) -> Iterator[str]:

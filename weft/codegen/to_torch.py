@@ -187,9 +187,9 @@ class _Writer:
         if writer is not None:
             return writer(self, n, args)
         kept = self.statistics.get(n) or self.backward_of.get(n)
-        quick = library_call(n, args, self.device, self.own, self.at, kept, self.fetches) if self.chunked is None else None
-        if quick is not None:
-            return quick
+        library = library_call(n, args, self.device, self.own, self.at, kept, self.fetches) if self.chunked is None else None
+        if library is not None:
+            return library
         if n.op.local is not None:
             fn = self.bind(f"{n.op.name}_at", n.op.local)
             args = [self.here(n), *args]
@@ -266,7 +266,7 @@ class _Writer:
         if len(n.args) == 1:
             return self.one(n, n.args[0], n.types[0].layout)
         parts = ", ".join(self.one(n, a, t.layout) for a, t in zip(n.args, n.types, strict=True))
-        return f"comm.together([{parts}])" if is_wire(n) else f"({parts})"
+        return f"comm.joined([{parts}])" if is_wire(n) else f"({parts})"
 
     def one(self, n: Node, arg: Node, want: Layout) -> str:
         x, axis, have = self.tensor(arg), n.attr("axis"), arg.type.layout
@@ -386,7 +386,7 @@ SPECIAL: dict[str, Callable[[_Writer, Node, list[str]], str]] = {
     "expand": lambda w, n, a: f"{a[0]}.expand({n.types[0].layout.local_shape(w.at)})",
     "permute": lambda w, n, a: f"{a[0]}.permute({n.attr('order')})",
     "item": lambda w, n, a: f"{a[0]}[{n.attr('index')}]",
-    "optimization_barrier": lambda w, n, a: f"quick.again(({', '.join(a)},))",
+    "optimization_barrier": lambda w, n, a: f"library.barrier(({', '.join(a)},))",
     "cast": lambda w, n, a: f"{a[0]}.to(torch.{str(n.types[0].dtype).removeprefix('torch.')})",
     "const": lambda w, n, a: _number(n),
     "neg": lambda w, n, a: f"-{a[0]}",

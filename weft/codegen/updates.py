@@ -47,7 +47,7 @@ def _joint_adam(p: Program, nodes: Sequence[Node], at_once: bool) -> Iterator[Pe
 
         def text(v: Name, columns: Any = columns, rate: Node = rate, count: Node = count, s: str = how) -> str:
             lists = ", ".join(f"[{', '.join(map(v, column))}]" for column in columns)
-            return f"quick.adam_({lists}, {v(rate)}, {v(count)}, {s})"
+            return f"library.adam_({lists}, {v(rate)}, {v(count)}, {s})"
 
         inputs = tuple(dict.fromkeys(a for n in some for a in n.args))
         yield Peephole((*some, *(u for n in some for _, u in _results(p, n))), inputs, (), text, _instead(p, some))

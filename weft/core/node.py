@@ -118,7 +118,7 @@ class Op:
     products: Function = None  # of an op made of matmuls: (m, n, k, how often) of each, on the busiest rank
     attends: int | None = None  # of attention and its backward: the operand that is the query, which the key follows
     traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand in full
-    beside: int = 0  # small kernels before the one that moves most
+    extra_kernels: int = 0  # small kernels before the one that moves most
     early: bool = False  # whether it is done as soon as its operand is there, however late its result is read
     code: tuple[str, str, str] | None = None  # of a pointwise op: one element of it in numpy, C++ and Triton
     streams: frozenset[str] = frozenset()  # labels along which it can be computed chunk by chunk

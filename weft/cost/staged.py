@@ -52,14 +52,14 @@ class StagedStep:
     def ranks(self) -> int:
         return len(self.orders)
 
-    def turn(self, stage: StagePrograms, kind: str) -> Program | None:
+    def phase(self, stage: StagePrograms, kind: str) -> Program | None:
         at = PASSES.index(kind)
         return stage.phases[at] if at < len(stage.phases) else None
 
     @cached_property
     def seconds(self) -> dict[tuple[int, str], float]:
-        turns = {(s.number, kind): self.turn(s, kind) for s in self.stages for kind in PASSES}
-        return {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in turns.items()}
+        phases = {(s.number, kind): self.phase(s, kind) for s in self.stages for kind in PASSES}
+        return {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in phases.items()}
 
     @cached_property
     def updates(self) -> list[Seen]:
@@ -114,8 +114,8 @@ class StagedStep:
     @cached_property
     def extra_bytes(self) -> dict[tuple[int, str], float]:
         """Bytes that a pass holds at most in addition to its inputs."""
-        turns = {(s.number, kind): self.turn(s, kind) for s in self.stages for kind in PASSES}
-        return {key: 0.0 if p is None else max(0.0, peak_bytes(p) - sum(nbytes(n.type) for n in p.inputs)) for key, p in turns.items()}
+        phases = {(s.number, kind): self.phase(s, kind) for s in self.stages for kind in PASSES}
+        return {key: 0.0 if p is None else max(0.0, peak_bytes(p) - sum(nbytes(n.type) for n in p.inputs)) for key, p in phases.items()}
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """(seconds, bytes) over the step, on one rank of the pipeline."""

@@ -271,7 +271,7 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
             share = "attention.backward" if node.op.attends else "attention.forward"
         edge = node if all(enters) and leaves else _outside(node, enters, leaves)
         yield MemoryBound(
-            name, float(memory_traffic(edge)), 0, leaves + node.op.beside, flops=flops(node) if kind is Kind.COMPOSITE else 0.0,
+            name, float(memory_traffic(edge)), 0, leaves + node.op.extra_kernels, flops=flops(node) if kind is Kind.COMPOSITE else 0.0,
             dtype=dtype_of(node), share=share, math=_elements(node) if node.op.transcendental else 0.0,
             kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
         )  # fmt: skip

@@ -32,15 +32,15 @@ def check_rows(f: VertexProgram) -> None:
     here, names = lowered(f), {**f.states, **f.outputs}
     with torch.no_grad(), _full_precision():
         try:
-            together = evaluate(here, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
+            batched = evaluate(here, {**f.weights, **given}, sizes=(ROWS, ROWS * PER_ROW), device=device)
         except (IndexError, RuntimeError) as e:  # what a trace has of rows is no such number elsewhere
             raise _mixed(f, next(iter(names.values())), f"{type(e).__name__} with another number of rows: {e}") from e
         for row in range(ROWS):
             mine = {n: _one(f.sources[n], x, row) for n, x in given.items()}
             alone = evaluate(here, {**f.weights, **mine}, sizes=(1, PER_ROW), device=device)
             for n, name in names.items():
-                if not torch.allclose(together[n][row], alone[n][0], rtol=1e-3, atol=1e-4, equal_nan=True):
-                    by = float((together[n][row].double() - alone[n][0].double()).abs().max())
+                if not torch.allclose(batched[n][row], alone[n][0], rtol=1e-3, atol=1e-4, equal_nan=True):
+                    by = float((batched[n][row].double() - alone[n][0].double()).abs().max())
                     raise _mixed(f, name, f"a difference of {by:.2g} between together and alone")
 
 

@@ -190,7 +190,7 @@ class Recorder:
                 {"plan": f"{policy}: {batches} batches", "step_ms": took, "memory_gb": 0.0, "causes_ms": {}, "reason": ""}
             )
         if self.printer is not None:
-            self.printer.say(self.run())
+            self.printer.report(self.run())
         if self.folder is not None:
             self.run().save(self.folder)
 

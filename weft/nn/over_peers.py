@@ -45,7 +45,7 @@ class Space:
         self.side, self.second = Side(device), Side(device, urgent=False)
         self._buffers: dict[Any, PeerBuffer] = {}
         self._sums: dict[Any, Any] = {}
-        self._mover: CopyKernel | None = None
+        self._copy_kernel: CopyKernel | None = None
         self._meeting = bind(compile_group(Group("meet", ((Slot("to", "f32", spread=True), load(Slot("of", "f32"))),)), self.peers.world,
                                            self.peers.target), [self._nothing()], self.peers)  # fmt: skip
 
@@ -100,7 +100,7 @@ class Space:
     def fetch(self, targets: list[Tensor], sources: list[Tensor], strategy: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
         if strategy.by in ("mover", "flow") and self.peers.target == "triton":
-            copier = self._mover = self._mover or CopyKernel(targets[0].device, self.peers.world)
+            copier = self._copy_kernel = self._copy_kernel or CopyKernel(targets[0].device, self.peers.world)
             copier.move(targets, sources, strategy.blocks, flow=strategy.by == "flow")
             return [functools.partial(copier.wait, k) for k in range(len(targets))], copier.rest
         arrived: list[Callable[[], None]] = []
@@ -179,8 +179,8 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> T
         with space.side.work():
             space.sum_into(sums[rank][c], [p[c, rank] for p in parts], strategy, f"reduce {c}")
             space.meet()
-            for turn in range(world):
-                source = (rank + turn) % world
+            for hop in range(world):
+                source = (rank + hop) % world
                 space.copy(out[c, source], sums[source][c], strategy)
     with space.side.work():
         space.meet()
@@ -200,7 +200,7 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bo
     shards = space.rows(rows, k, x.dtype)
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
-    order = [(rank + turn) % world for turn in range(1, world)]
+    order = [(rank + hop) % world for hop in range(1, world)]
     if strategy.by == "product" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
         _each_brings_the_next(space, x, w, gathered, out, keep)
         return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
@@ -215,11 +215,11 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bo
         space.meet()
     space.second.after_main()
     torch.mm(x, w.T, out=out[rank])
-    for number, turns in enumerate(_in_parts(world - 1, strategy.chunks)):
+    for number, hops in enumerate(_in_parts(world - 1, strategy.chunks)):
         with space.second.work() if strategy.lines > 1 and number % 2 == 0 else contextlib.nullcontext():
-            for turn in turns:
-                arrived[turn]()
-            for first, last in _stretches([order[turn] for turn in turns]):
+            for hop in hops:
+                arrived[hop]()
+            for first, last in _stretches([order[hop] for hop in hops]):
                 torch.mm(gathered[first:last].view(-1, k), w.T, out=out[first:last].view(-1, w.shape[0]))
     space.second.main_after()
     rest()
@@ -235,8 +235,8 @@ def _each_brings_the_next(space: Space, x: Tensor, w: Tensor, gathered: Tensor, 
         shards[rank].copy_(x)
     space.meet()
     at_hand = shards[rank]
-    for turn in range(world - 1):
-        here, coming = (rank + turn) % world, (rank + turn + 1) % world
+    for hop in range(world - 1):
+        here, coming = (rank + hop) % world, (rank + hop + 1) % world
         gemm_copy.multiply(at_hand, w, out[here], shards[coming], gathered[coming], space.multiprocessors())
         at_hand = gathered[coming]
     space.side.after_main()

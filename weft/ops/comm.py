@@ -145,22 +145,22 @@ def _keep(xs: Locals, places: Places, have: Layout, want: Layout, attrs: Attrs) 
 
 # -- the ops, with the bytes on the wire per rank over the bytes of the largest form ------------------------------------------
 
-all_reduce = _define("all_reduce", P, lambda lay, a: lay.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R")
+all_reduce = _define("all_reduce", P, lambda layout, a: layout.release(a["axis"]), _all_reduce, lambda n: 2 * (n - 1) / n, doc="P -> R")
 reduce_scatter = _define(
-    "reduce_scatter", P, lambda lay, a: _sliced(lay.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
+    "reduce_scatter", P, lambda layout, a: _sliced(layout.release(a["axis"]), a), _reduce_scatter, lambda n: (n - 1) / n, doc="P -> S"
 )
-all_gather = _define("all_gather", S, lambda lay, a: lay.gather(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
+all_gather = _define("all_gather", S, lambda layout, a: layout.gather(a["axis"]), _all_gather, lambda n: (n - 1) / n, doc="S -> R")
 all_to_all = _define(
-    "all_to_all", S, lambda lay, a: _sliced(lay.gather(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
+    "all_to_all", S, lambda layout, a: _sliced(layout.gather(a["axis"]), a), _all_gather, lambda n: (n - 1) / n**2, doc="S -> S on another dim"
 )
 slice_ = _define("slice", Replicated, _sliced, _slice, lambda n: 0.0, doc="R -> S, no wire")
-reduce_ = _define("reduce", P, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O")
-broadcast = _define("broadcast", O, lambda lay, a: lay.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
+reduce_ = _define("reduce", P, lambda layout, a: layout.release(a["axis"]).hold(a["axis"], O(a["root"])), _reduce, lambda n: 1.0, doc="P -> O")
+broadcast = _define("broadcast", O, lambda layout, a: layout.release(a["axis"]), _from_root, lambda n: 1.0, doc="O -> R")
 send = _define(
-    "send", O, lambda lay, a: lay.release(a["axis"]).hold(a["axis"], O(a["to"])), _from_root, lambda n: 1.0, doc="O -> O of another stage"
+    "send", O, lambda layout, a: layout.release(a["axis"]).hold(a["axis"], O(a["to"])), _from_root, lambda n: 1.0, doc="O -> O of another stage"
 )
 
-keep = _define("keep", Replicated, lambda lay, a: lay.hold(a["axis"], O(a["root"])), _keep, lambda n: 0.0, doc="R -> O, no wire")
+keep = _define("keep", Replicated, lambda layout, a: layout.hold(a["axis"], O(a["root"])), _keep, lambda n: 0.0, doc="R -> O, no wire")
 
 
 def is_comm(node: Node) -> bool:

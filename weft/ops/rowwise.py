@@ -19,7 +19,7 @@ from weft.ops.registry import Equation, Kind, Types, define, nbytes
 
 SLOT = 4  # bytes that say where the gradient of a row of the table is
 SECTOR = 32  # bytes that a device moves at least, where it reads or writes here and there
-BESIDE = 2  # kernels before the one that updates: every row looked up claims a slot, and rows of one slot are summed
+EXTRA_KERNELS = 2  # kernels before the one that updates: every row looked up claims a slot, and rows of one slot are summed
 
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
@@ -55,7 +55,7 @@ def _by_rows(update: Op) -> Op:
         update=update,
         flops=lambda n: 12.0 * (_hits(n) * _width(n) if is_still(n) else math.prod(n.types[0].layout.largest_local)),
         traffic=_traffic,
-        beside=BESIDE,
+        extra_kernels=EXTRA_KERNELS,
     )
 
 

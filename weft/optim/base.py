@@ -124,8 +124,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _calls(self, active: tuple[Tensor, ...]) -> list[Any]:
         """The kernels for these parameters, bound to their memory the first time they occur together."""
         steps = [self._steps[p] for p in active]
-        together = not steps or steps.count(steps[0]) == len(steps)
-        key = active if together else (*active, *(step - steps[0] for step in steps))
+        uniform = not steps or steps.count(steps[0]) == len(steps)
+        key = active if uniform else (*active, *(step - steps[0] for step in steps))
         if key not in self._bound:
             self._bound[key] = self._bind(active)
         return self._bound[key]

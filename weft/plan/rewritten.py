@@ -116,8 +116,8 @@ def as_products(captured: Captured) -> RewrittenStep:
 
 def moves_of(layouts: Mapping[str, Any]) -> tuple[Move, ...] | None:
     """The moves in the layouts of a plan; None where it has none, not even that matmuls are written as such."""
-    told = layouts.get("moves")
-    return None if told is None else tuple(map(Move.of, told))
+    moves = layouts.get("moves")
+    return None if moves is None else tuple(map(Move.of, moves))
 
 
 def rewritten(captured: Captured, moves: Sequence[Move] | None) -> tuple[Captured, tuple[str, ...]]:

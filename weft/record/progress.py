@@ -95,18 +95,18 @@ class Printer:
 
     def __init__(self, stream: TextIO | None = None, every: float = EVERY) -> None:
         self.stream, self.every, self.last = stream, every, 0.0
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def due(self) -> bool:
         return not self.last or time.monotonic() - self.last >= self.every
 
-    def say(self, run: Run) -> None:
+    def report(self, run: Run) -> None:
         self.last = time.monotonic()
         self._write(line(run))
         rules = [f"rules by which the step is rewritten: {', '.join(run.rules)}"] if run.rules else []
         for text in (*rules, *partings(run)):
-            if (kind := text.split(" ")[0]) not in self.said:
-                self.said.add(kind)
+            if (kind := text.split(" ")[0]) not in self.printed:
+                self.printed.add(kind)
                 self._write(text)
 
     def _write(self, text: str) -> None:

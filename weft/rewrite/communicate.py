@@ -224,9 +224,9 @@ def merge_all(nodes: Sequence[Node]) -> Rule:
     """all_reduce(x), all_reduce(y)  ->  the items of all_reduce(x, y)"""
     holes = Holes()
     xs = [holes(n.args[0]) for n in nodes]
-    together = call(nodes[0], *xs)
+    merged = call(nodes[0], *xs)
     return rule(
-        "merge", tuple(call(n, x) for n, x in zip(nodes, xs, strict=True)), tuple(item(together, index=k) for k in range(len(nodes)))
+        "merge", tuple(call(n, x) for n, x in zip(nodes, xs, strict=True)), tuple(item(merged, index=k) for k in range(len(nodes)))
     )
 
 

@@ -26,9 +26,9 @@ def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What every rank gives, by rank; all must ask."""
     if world(group) == 1:
         return [value]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, value, group=group)
-    return told
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def from_first(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Any:

@@ -52,7 +52,7 @@ def done(value: Any) -> InFlight:
     return InFlight(None, lambda: value)
 
 
-def together(pending: Sequence[InFlight]) -> InFlight:
+def joined(pending: Sequence[InFlight]) -> InFlight:
     """Several collectives as one: all are started before any is waited for."""
     return InFlight(None, lambda: tuple(p.wait() for p in pending))
 

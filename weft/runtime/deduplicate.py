@@ -2,7 +2,7 @@
 a graph it is given.
 
 For graphs in which nothing is written in place: Inductor's own, after it has made them so. What a step recomputes reads its inputs through
-`again`; that op is taken out of the trace, and leaves a mark on all that follows from it.
+`barrier`; that op is taken out of the trace, and leaves a mark on all that follows from it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.runtime import materialize
 from weft.runtime.custom_ops import define
 
 aten = torch.ops.aten
-MARK = "weft: made of values taken again"
+MARK = "weft: made of values recomputed"
 
-define("again(Tensor x) -> Tensor", lambda x: x.clone(), torch.empty_like)
+define("barrier(Tensor x) -> Tensor", lambda x: x.clone(), torch.empty_like)
 
 
-def again(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def barrier(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same values; what a trace makes of them is not what it has made of them before."""
-    return tuple(torch.ops.weft.again(x) if isinstance(x, FakeTensor) else x for x in values)
+    return tuple(torch.ops.weft.barrier(x) if isinstance(x, FakeTensor) else x for x in values)
 
 
 def mark_recomputed(graph: Graph) -> None:
@@ -35,7 +35,7 @@ def mark_recomputed(graph: Graph) -> None:
     numbers: dict[frozenset[int], int] = {}
     for k, node in enumerate(list(graph.nodes)):
         mine = frozenset().union(*(follows[a] for a in node.all_input_nodes if a in follows))
-        if node.target is torch.ops.weft.again.default:
+        if node.target is torch.ops.weft.barrier.default:
             for user in list(node.users):
                 follows[user] = follows.get(user, frozenset()) | mine | {k}
             node.replace_all_uses_with(node.args[0])

@@ -36,28 +36,28 @@ class DeviceCollectives(HostGroup):
         self._kernels = kernels
         self._bound: dict[Any, tuple[Any, Tensor]] = {}
         self._kept: list[PeerBuffer] = []  # what recordings may still use
-        self._laid: dict[int, PeerBuffer] = {}  # by size
+        self._operands: dict[int, PeerBuffer] = {}  # by size
         self._pads, self._pads_keep = _peer_table(peers, 4 * (peers.world + 1))
-        self.number = len(_nears)
-        _nears.append(self)
+        self.number = len(_intra_hosts)
+        _intra_hosts.append(self)
 
     # -- as generated code calls them ----------------------------------------------------------------------------------------
 
     def all_reduce_list(self, xs: Sequence[Tensor], op: str, own: Sequence[bool]) -> list[Tensor]:
-        flat = _ops.near_reduce(list(xs), op, self.number)
+        flat = _ops.intra_host_reduce(list(xs), op, self.number)
         return [y.view(x.shape) for x, y in zip(xs, flat.split([x.numel() for x in xs]), strict=True)]
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        return _ops.near_gather(mine, self.number, self.world)  # type: ignore[no-any-return]
+        return _ops.intra_host_gather(mine, self.number, self.world)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, parts: Tensor, op: str = "sum") -> Tensor:
         return self.reduce_scatter_list([parts], op).view(parts.shape[1:])
 
     def reduce_scatter_list(self, parts: Sequence[Tensor], op: str = "sum") -> Tensor:
-        return _ops.near_scatter(list(parts), op, self.number)  # type: ignore[no-any-return]
+        return _ops.intra_host_scatter(list(parts), op, self.number)  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        return _ops.near_swap(parts, self.number)  # type: ignore[no-any-return]
+        return _ops.intra_host_swap(parts, self.number)  # type: ignore[no-any-return]
 
     # -- what they do --------------------------------------------------------------------------------------------------------
 
@@ -100,16 +100,16 @@ class DeviceCollectives(HostGroup):
 
     def place_operands(self, xs: Sequence[Tensor], places: Sequence[int], size: int) -> None:
         """Operands put where the others can read them until they are put there again, each from its place on, in bytes."""
-        if size not in self._laid:
-            self._laid[size] = self.peers.empty(size)
-        buffer = self._laid[size]
+        if size not in self._operands:
+            self._operands[size] = self.peers.empty(size)
+        buffer = self._operands[size]
         self.meet()  # nobody reads what was there before any more
         torch._foreach_copy_([buffer.view(at, tuple(x.shape), x.dtype) for x, at in zip(xs, places, strict=True)], list(xs))
         self.meet()
 
     def taken(self, size: int, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What every rank has laid out at a place, along a new first dim."""
-        return torch.stack([self._laid[size].view(at, tuple(shape), dtype, r) for r in range(self.world)])
+        return torch.stack([self._operands[size].view(at, tuple(shape), dtype, r) for r in range(self.world)])
 
     def scattered(self, parts: Sequence[Tensor], op: str) -> Tensor:
         """Of each of the parts [ranks, ...] this rank's one, reduced, end to end."""
@@ -165,36 +165,36 @@ class DeviceCollectives(HostGroup):
         return bind(kernel, [Row(hi - lo, at)], self.peers, [share]), buffer.view(0, (count,), dtype)
 
 
-_nears: list[DeviceCollectives] = []
+_intra_hosts: list[DeviceCollectives] = []
 _ops: Any = torch.ops.weft
 
 define(
-    "near_reduce(Tensor[] xs, str op, int near) -> Tensor",
-    lambda xs, op, near: _nears[near].reduced(xs, op),
-    lambda xs, op, near: xs[0].new_empty(sum(x.numel() for x in xs)),
+    "intra_host_reduce(Tensor[] xs, str op, int host) -> Tensor",
+    lambda xs, op, host: _intra_hosts[host].reduced(xs, op),
+    lambda xs, op, host: xs[0].new_empty(sum(x.numel() for x in xs)),
 )
 define(
-    "near_gather(Tensor mine, int near, int world) -> Tensor",
-    lambda mine, near, world: _nears[near].gathered(mine),
-    lambda mine, near, world: mine.new_empty((world, *mine.shape)),
+    "intra_host_gather(Tensor mine, int host, int world) -> Tensor",
+    lambda mine, host, world: _intra_hosts[host].gathered(mine),
+    lambda mine, host, world: mine.new_empty((world, *mine.shape)),
 )
 define(
-    "near_scatter(Tensor[] parts, str op, int near) -> Tensor",
-    lambda parts, op, near: _nears[near].scattered(parts, op),
-    lambda parts, op, near: parts[0].new_empty(sum(p[0].numel() for p in parts)),
+    "intra_host_scatter(Tensor[] parts, str op, int host) -> Tensor",
+    lambda parts, op, host: _intra_hosts[host].scattered(parts, op),
+    lambda parts, op, host: parts[0].new_empty(sum(p[0].numel() for p in parts)),
 )
 define(
-    "near_lay_out(Tensor[] xs, int[] places, int size, int near) -> Tensor",
-    lambda xs, places, size, near: (_nears[near].place_operands(xs, places, size), xs[0].new_empty(1))[1],
-    lambda xs, places, size, near: xs[0].new_empty(1),
+    "intra_host_place(Tensor[] xs, int[] places, int size, int host) -> Tensor",
+    lambda xs, places, size, host: (_intra_hosts[host].place_operands(xs, places, size), xs[0].new_empty(1))[1],
+    lambda xs, places, size, host: xs[0].new_empty(1),
 )
-define(  # `laid` is what the other op gave: first that, then this
-    "near_take(Tensor laid, int size, int at, int[] shape, ScalarType dtype, int near, int world) -> Tensor",
-    lambda laid, size, at, shape, dtype, near, world: _nears[near].taken(size, at, shape, dtype),
-    lambda laid, size, at, shape, dtype, near, world: laid.new_empty((world, *shape), dtype=dtype),
+define(  # `placed` is what the other op gave: first that, then this
+    "intra_host_take(Tensor placed, int size, int at, int[] shape, ScalarType dtype, int host, int world) -> Tensor",
+    lambda placed, size, at, shape, dtype, host, world: _intra_hosts[host].taken(size, at, shape, dtype),
+    lambda placed, size, at, shape, dtype, host, world: placed.new_empty((world, *shape), dtype=dtype),
 )
 define(
-    "near_swap(Tensor parts, int near) -> Tensor",
-    lambda parts, near: _nears[near].swapped(parts),
-    lambda parts, near: parts.new_empty(parts.shape),
+    "intra_host_swap(Tensor parts, int host) -> Tensor",
+    lambda parts, host: _intra_hosts[host].swapped(parts),
+    lambda parts, host: parts.new_empty(parts.shape),
 )

@@ -25,7 +25,7 @@ class Outcome(enum.IntEnum):
     DEAD = 1
     LATE = 2
     DISAGREES = 3
-    TOLD = 4
+    REPORTED = 4
 
 
 def timeout_s() -> float:

@@ -1,6 +1,6 @@
 """Slices that ranks hold when a step begins, as ZeRO-3's of parameters, are laid out for all to read once, instead of at every gather.
 
-    near_gather(f(p)) ... near_gather(f(p))     ->     laid = near_lay_out([f(p), ...]);  near_take(laid, where) ... near_take(laid, where)
+    intra_host_gather(f(p)) ... intra_host_gather(f(p))  ->  placed = intra_host_place([f(p), ...]);  intra_host_take(placed, where) ...
 
 For a traced step in which nothing is written in place: what is made of inputs alone is the same from its beginning to its end.
 """
@@ -19,7 +19,7 @@ def gather_once(graph: Graph) -> None:
     """Gathers of what inputs alone make, of each group of ranks, by one op at the beginning and one for each that takes."""
     found: dict[int, list[Node]] = {}
     for n in graph.nodes:
-        if n.op == "call_function" and n.target is torch.ops.weft.near_gather.default and _source(n.args[0]) is not None:
+        if n.op == "call_function" and n.target is torch.ops.weft.intra_host_gather.default and _source(n.args[0]) is not None:
             found.setdefault(n.args[1], []).append(n)
     for group, gathers in found.items():
         _gather_group(graph, group, gathers)
@@ -53,14 +53,14 @@ def _gather_group(graph: Graph, group: int, gathers: list[Node]) -> None:
         size += -(-x.meta["val"].nbytes // ALIGNED) * ALIGNED
     mode = gathers[0].meta["val"].fake_mode
     with graph.inserting_before(first):
-        placed = graph.call_function(torch.ops.weft.near_lay_out.default, (list(slices.values()), list(places.values()), size, group))
+        placed = graph.call_function(torch.ops.weft.intra_host_place.default, (list(slices.values()), list(places.values()), size, group))
     with mode:
         placed.meta["val"] = slices[_made(gathers[0].args[0])].meta["val"].new_empty(1)
     for n in gathers:
         x = n.args[0].meta["val"]
         with graph.inserting_before(n):
             args = (placed, size, places[_made(n.args[0])], list(x.shape), x.dtype, *n.args[1:])
-            taken = graph.call_function(torch.ops.weft.near_take.default, args)
+            taken = graph.call_function(torch.ops.weft.intra_host_take.default, args)
         taken.meta["val"] = n.meta["val"]
         n.replace_all_uses_with(taken)
         graph.erase_node(n)

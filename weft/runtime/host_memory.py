@@ -36,7 +36,7 @@ class _Link:
     away: Any
     back: Any
     places: list[_Place] = field(default_factory=list)
-    turn: int = 0
+    next_place: int = 0
     epoch: int = 0
     recordings: int = 0
     kept: dict[int, Tensor] = field(default_factory=dict)  # by the number of the copy in the text of its step
@@ -54,10 +54,10 @@ class _Link:
             self.epoch = self.recordings
 
     def place(self, nbytes: int) -> _Place:
-        self.turn = (self.turn + 1) % PLACES
+        self.next_place = (self.next_place + 1) % PLACES
         if not self.places:
             self.places = [_Place(torch.empty(0, dtype=torch.uint8, device=self.device)) for _ in range(PLACES)]
-        place = self.places[self.turn]
+        place = self.places[self.next_place]
         if place.read is not None and place.epoch == self.epoch:
             torch.cuda.current_stream(self.device).wait_event(place.read)
         if place.memory.nbytes < nbytes:

@@ -30,15 +30,15 @@ class HostGroup:
         self.rank, self.world = peers.rank, peers.world
         self._places: list[PeerBuffer | None] = [None, None]
         self._sizes = [0, 0]
-        self._turn = 0
+        self._current = 0
 
     def _next(self, nbytes: int) -> PeerBuffer:
         """The place whose turn it is, grown by all ranks equally if it is too small."""
-        self._turn ^= 1
-        place = self._places[self._turn]
-        if place is None or self._sizes[self._turn] < nbytes:
-            self._sizes[self._turn] = max(nbytes, 2 * self._sizes[self._turn], 1 << 16)
-            place = self._places[self._turn] = self.peers.empty(self._sizes[self._turn])
+        self._current ^= 1
+        place = self._places[self._current]
+        if place is None or self._sizes[self._current] < nbytes:
+            self._sizes[self._current] = max(nbytes, 2 * self._sizes[self._current], 1 << 16)
+            place = self._places[self._current] = self.peers.empty(self._sizes[self._current])
         return place
 
     def _share(self, parts: Sequence[Tensor], op: str) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.runtime.deduplicate import again as again
+from weft.runtime.deduplicate import barrier as barrier
 from weft.runtime.fused_attention import attention as attention
 from weft.runtime.fused_attention import attention_backward as attention_backward
 from weft.runtime.grouped import experts as experts

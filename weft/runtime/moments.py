@@ -49,7 +49,7 @@ def _pairs(graph: Graph) -> Iterator[tuple[Node, Node, Node, list[int]]]:
         if not isinstance(off, Node) or off.target is not aten.sub.Tensor or not all(isinstance(a, Node) for a in off.args):
             continue
         x, center = off.args[0], _origin(off.args[1])  # type: ignore[arg-type]
-        if _mean(center) == (x, dims) and _lies(off.args[1], x, dims):  # type: ignore[arg-type]
+        if _mean(center) == (x, dims) and _is_centered(off.args[1], x, dims):  # type: ignore[arg-type]
             yield center, var, x, dims  # type: ignore[misc]
 
 
@@ -71,7 +71,7 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _lies(center: Node, x: Node, dims: list[int]) -> bool:
+def _is_centered(center: Node, x: Node, dims: list[int]) -> bool:
     """Whether a mean is stretched over just the dims it was taken over."""
     shape = list(x.meta["val"].shape)
     kept = [1 if d in dims else size for d, size in enumerate(shape)]

@@ -130,7 +130,7 @@ def _prepared(graph: GraphModule, given: Sequence[Tensor], device: torch.device)
     deduplicate.mark_recomputed(graph.graph)
     moments.in_one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
-    if hasattr(torch.ops.weft, "near_gather"):
+    if hasattr(torch.ops.weft, "intra_host_gather"):
         gather_once.gather_once(graph.graph)
         graph.graph.eliminate_dead_code()
     graph.recompile()

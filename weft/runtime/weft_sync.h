@@ -15,7 +15,7 @@
 
 namespace weft {
 
-enum Outcome : int32_t { MET = 0, DEAD = 1, LATE = 2, DISAGREES = 3, TOLD = 4 };
+enum Outcome : int32_t { MET = 0, DEAD = 1, LATE = 2, DISAGREES = 3, REPORTED = 4 };
 
 // One rank's page, mapped by all. Only `sleepers` and `verdict` are written by others; the verdict is rank 0's.
 struct Pad {
@@ -47,19 +47,19 @@ inline void pause_cpu() {
 #endif
 }
 
-inline int32_t told(World *w) {
+inline int32_t reported(World *w) {
   const uint64_t verdict = w->pads[0]->verdict.load();
   if (!verdict) return MET;
   const uint32_t low = uint32_t(verdict) - 1;
   w->blamed = low / 16, w->outcome = low % 16, w->op = uint32_t(verdict >> 32);
-  return TOLD;
+  return REPORTED;
 }
 
 // The first to find fault decides what all ranks will say.
 inline int32_t fail(World *w, Outcome outcome, int32_t rank, uint32_t op) {
   uint64_t none = 0;
   w->pads[0]->verdict.compare_exchange_strong(none, (uint64_t(op) << 32) + 1 + outcome + 16 * rank);
-  return told(w);
+  return reported(w);
 }
 
 inline bool ended(const World *w, int32_t r) {
@@ -83,7 +83,7 @@ inline int32_t sleep_until(World *w, int32_t r, uint32_t epoch, uint32_t op) {
     timespec nap{0, 20000000};
     syscall(SYS_futex, &pad->epoch, FUTEX_WAIT, seen, &nap, nullptr, 0);
     if (reached(pad, epoch)) break;
-    if ((outcome = told(w)) != MET) break;
+    if ((outcome = reported(w)) != MET) break;
     if (ended(w, r)) outcome = fail(w, DEAD, r, op);
     else if (now_ms() > deadline) outcome = fail(w, LATE, r, op);
   }
@@ -104,7 +104,7 @@ inline int32_t barrier(World *w, uint32_t op) {
       if (int32_t outcome = sleep_until(w, r, epoch, op)) return outcome;
     if (w->pads[r]->ops[epoch % 4].load(std::memory_order_relaxed) != op) return fail(w, DISAGREES, r, op);
   }
-  return told(w);
+  return reported(w);
 }
 
 // Copy past the caches: for memory that this core will not read again, so it need not be fetched first. Written with what compilers have

@@ -198,7 +198,7 @@ def _pad(m: Maker) -> Any:
 
 
 @makes("optimization_barrier", "item")
-def _together(m: Maker) -> Any:
+def _joined(m: Maker) -> Any:
     x = m.some()
     return m.emit(op_named("optimization_barrier"), x, m.some())
 

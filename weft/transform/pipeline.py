@@ -27,7 +27,7 @@ from weft.plan.place import Placements, PlacingOptions, place
 from weft.plan.sent_alone import sent_alone
 from weft.plan.spec import Spec
 from weft.plan.split import LOSS_SUM, Stage, program_of
-from weft.transform.phases import in_turn
+from weft.transform.phases import split_phases
 
 Held = Mapping[str, Placements]
 Home = Callable[[str], int | None]
@@ -148,8 +148,8 @@ def place_stage(stage: Stage, named: Spec, placements: Held, options: PlacingOpt
     program = sent_alone(program, "ep") if named.ragged_ep else program
     _require_no_pp_collective(program, stage, named)
     passing = [(n, node.type) for n, node in (*program.input_names.items(), *program.outputs) if _passes(n)]
-    turns = tuple(in_turn(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
-    return PlacedStage(stage.number, rank, turns, dict(passing), (stage.step, program))
+    phases = tuple(split_phases(program, _groups(stage, named), (Role.PARAMETER, Role.CONSTANT)))
+    return PlacedStage(stage.number, rank, phases, dict(passing), (stage.step, program))
 
 
 def _require_no_pp_collective(program: Program, stage: Stage, named: Spec) -> None:
@@ -190,8 +190,8 @@ def _groups(stage: Stage, named: Spec) -> list[list[str]]:
     if stage.step is stage.forward:
         return [forward]
     border, weights = stage.gives("d.act."), stage.gives("d.param.")
-    turns = [forward, border, weights] if named.pipeline.defers_weights else [forward, weights + border]
-    return [group for group in turns if group]
+    phases = [forward, border, weights] if named.pipeline.defers_weights else [forward, weights + border]
+    return [group for group in phases if group]
 
 
 def border(type_: Type, here: Placements) -> _Border:

@@ -28,7 +28,7 @@ class FoundStages:
 
     cuts: tuple[Cut, ...] | None = None
     recomputed: tuple[Region, ...] | None = None
-    told: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 class StageContents(Protocol):
@@ -61,10 +61,10 @@ class Counted:
         if depth != layers.count:
             lost = ["where its stages are split"] * (len(stages) > 1) + ["what it recomputes"] * self._mixed
             why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
-            return FoundStages(told=[f"{' and '.join(lost)}: {why}"] if lost else [])
+            return FoundStages(problems=[f"{' and '.join(lost)}: {why}"] if lost else [])
         found = FoundStages()
-        found.cuts = self._cuts(stages, layers, found.told)
-        found.recomputed = tuple(self._again(stages, layers, found.told))
+        found.cuts = self._cuts(stages, layers, found.problems)
+        found.recomputed = tuple(self._again(stages, layers, found.problems))
         return found
 
     def _in_blocks(self, layers: Layers) -> tuple[tuple[Piece, ...], ...]:
@@ -153,7 +153,7 @@ class Modules:
         ends = [_before(path, forward, reads, ordered) for path in self.paths]
         lost = [path for path, end in zip(self.paths, ends, strict=True) if end is None]
         notes = [f"a stage begins with {path}: no value passes alone right before it" for path in lost]
-        return FoundStages(told=notes) if notes else FoundStages(tuple(end for end in ends if end))
+        return FoundStages(problems=notes) if notes else FoundStages(tuple(end for end in ends if end))
 
 
 def _weights_read(forward: Forward) -> dict[Node, set[str]]:

@@ -104,7 +104,7 @@ class Blocks:
     """Hears module calls and answers those it has traced before."""
 
     recorder: Recorder
-    alike: dict[nn.Module, list[nn.Module]]
+    isomorphic: dict[nn.Module, list[nn.Module]]
     names: dict[nn.Module, str]
     templates: dict[Any, list[Template]] = field(default_factory=dict)
     found: dict[Any, list[Instance]] = field(default_factory=dict)
@@ -122,9 +122,9 @@ class Blocks:
         caches = [x for x in leaves if is_cache(x)] if self.cacheless else []
         given = [None if is_cache(x) else x for x in leaves] if caches else leaves
         template = None
-        if module in self.alike and not hooked(module) and self._simple(given):
+        if module in self.isomorphic and not hooked(module) and self._simple(given):
             self._leave_out(module, caches)
-            key = id(self.alike[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), autocast_dtype()
+            key = id(self.isomorphic[module]), spec, tuple(map(_leaf_key, leaves)), tying(module), torch.is_grad_enabled(), autocast_dtype()
             template = self._known(key, plain, module, leaves, given, spec)
         if template is None:
             return self.calls.note(module, leaves, spec, lambda: plain(module, *args, **kwargs))
@@ -211,7 +211,7 @@ class Blocks:
         return template
 
     def _differing(self, module: nn.Module) -> set[Key]:
-        group = self.alike[module]
+        group = self.isomorphic[module]
         if id(group) not in self.differing:
             self.differing[id(group)] = differing(group)
         return self.differing[id(group)]

@@ -239,7 +239,7 @@ def _losses(tape: Tape, model: nn.Module, loss: Loss, batch: Any, parts: int) ->
         return _scalar(loss(model, batch))
     full = _Part(model, loss)
     if not tape.recorder.joint:
-        tape.blocks.alike[full] = [full]
+        tape.blocks.isomorphic[full] = [full]
     return torch.stack([_scalar(full(micro_batch(batch, i, parts))) for i in range(parts)]).mean()
 
 

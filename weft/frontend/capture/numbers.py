@@ -194,7 +194,7 @@ class Questions:
     """What Python asks of numbers while a step is traced. `settings` are inputs whose value is known now."""
 
     settings: Mapping[str, float]
-    told: list[bool] = field(default_factory=list)  # the first answers to give
+    answers: list[bool] = field(default_factory=list)  # the first answers to give
     asked: list[tuple[Node, bool]] = field(default_factory=list)
     guards: dict[Node, bool] = field(default_factory=dict)  # questions about settings alone, and the answers now
     both: bool = True  # whether both answers are followed
@@ -219,7 +219,7 @@ class Questions:
                 found="more, perhaps in a loop",
                 where=user_line(),
             )
-        answer = self.told[len(self.asked)] if len(self.asked) < len(self.told) else True
+        answer = self.answers[len(self.asked)] if len(self.asked) < len(self.answers) else True
         self.asked.append((condition, answer))
         return answer
 
@@ -228,7 +228,7 @@ class Questions:
 
     def joined(self, run: Callable[[], dict[Any, Node]], join: Callable[[Node, Any, Any], Any], answers: list[bool] | None = None) -> Any:
         """What `run` gives, every question answered both ways; a way that ends in an error is not taken."""
-        self.told, self.asked, self.ways = answers or [], [], self.ways + 1
+        self.answers, self.asked, self.ways = answers or [], [], self.ways + 1
         try:
             out: Any = run()
         except CaptureError:

@@ -19,7 +19,7 @@ from weft.rewrite.pattern import Hole
 from weft.rewrite.prove import ranks
 from weft.rewrite.prove.domains import Field
 
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Universe:
 class Enumerator:
     """Builds a universe level by level."""
 
-    def __init__(self, world: World, max_ops: int, tell: Told = lambda _: None) -> None:
+    def __init__(self, world: World, max_ops: int, tell: Progress = lambda _: None) -> None:
         self.world, self.max_ops, self.tell = world, max_ops, tell
         self.domain = Field(seed=1)
         self.universe = Universe(world)

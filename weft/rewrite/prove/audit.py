@@ -27,7 +27,7 @@ from weft.rewrite.schema import Schema, make_node
 from weft.rewrite.second.z3_check import Second, available, check_by_z3
 from weft.rewrite.taso import Foreign
 
-QUICK = Effort(per_mesh=3, symbolic=0)
+BRIEF = Effort(per_mesh=3, symbolic=0)
 FULL = Effort(per_mesh=10, symbolic=8, inner=True, every=True)
 Tell = Callable[[str], None]
 NOT_ASKED = Second("absent")
@@ -47,7 +47,7 @@ class Audit:
     second: int = 0  # rules the second judge agrees to
     disputed: int = 0  # rules only one judge accepts
     judge: str = field(default_factory=lambda: available())
-    beside: dict[str, int] = field(default_factory=dict)  # counts of rules of other systems
+    others: dict[str, int] = field(default_factory=dict)  # counts of rules of other systems
     seconds: float = 0.0
     seed: int = 0
 
@@ -118,7 +118,7 @@ def _check_rule(job: tuple[str, int, int, bool]) -> Verdicts:
     text, rung, seed, full = job
     schema = parse_rule(text)
     if rung:
-        done, wrong = refute(schema, Effort(QUICK.per_mesh, 0, seed), usual_forms())
+        done, wrong = refute(schema, Effort(BRIEF.per_mesh, 0, seed), usual_forms())
         if wrong:
             return Verdicts(text, 0, "refuted", wrong)
         status = ("proved" if rung == 3 else "proved up to size") + f", {len(done)} fresh instances"
@@ -142,12 +142,12 @@ def audit_schemas(given: Sequence[Schema], workers: int = 2, seed: int = 0) -> A
 def audit_foreign(given: Sequence[Foreign], workers: int = 2, seed: int = 0) -> Audit:
     """Rules of TASO and FlexFlow: in their own meaning on one device and under shardings, and for all sizes where weft can say the same."""
     start = time.perf_counter()
-    audit = Audit(seed=seed, beside=dict.fromkeys(("refused", "unsound_sharded", "other_sharding"), 0))
+    audit = Audit(seed=seed, others=dict.fromkeys(("refused", "unsound_sharded", "other_sharding"), 0))
     for foreign, (found, sharded) in zip(given, _spread(_check_foreign_rule, [(f, seed) for f in given], workers), strict=True):
         audit.add(foreign.name, found)
-        audit.beside["refused"] += found.status.startswith("refused")
-        audit.beside["unsound_sharded"] += sharded == "unsound"
-        audit.beside["other_sharding"] += sharded == "other degrees"
+        audit.others["refused"] += found.status.startswith("refused")
+        audit.others["unsound_sharded"] += sharded == "unsound"
+        audit.others["other_sharding"] += sharded == "other degrees"
     audit.seconds = time.perf_counter() - start
     return audit
 
@@ -158,7 +158,7 @@ def _check_foreign_rule(job: tuple[Foreign, int]) -> tuple[Verdicts, str]:
     status, rung = (f"refused: {own.why}" if own.alone == "refused" else own.alone), 2 if own.alone == "proved up to size" else 0
     why = "\n".join(f"  {x}" for x in (own.why, own.example) if x)
     if foreign.schema is not None and own.alone != "refuted":
-        general = prove(foreign.schema, Effort(QUICK.per_mesh, 2, seed))
+        general = prove(foreign.schema, Effort(BRIEF.per_mesh, 2, seed))
         if general.rung == 3 or own.alone == "refused" and not own.sharded:  # for all sizes; or of ops only weft has a meaning for
             status, rung, why = general.status, general.rung, general.counterexample or why
     sharded = f"; under sharding: {own.sharded}" if own.sharded not in ("", "sound") else ""

@@ -246,10 +246,10 @@ def choices_on(
     roots, extremes = bool(names & AT_ROOTS), bool(names & {"amax", "maximum"})
     choices: dict[str, list[Node]] = {}
     for h, shape, dtype in setting.shapes:
-        some = [lay for lay in layouts(mesh, shape, roots, inner, extremes) if dtype.is_floating_point or not lay.partials]
+        some = [layout for layout in layouts(mesh, shape, roots, inner, extremes) if dtype.is_floating_point or not layout.partials]
         if rng is not None and most and len(some) > most:
             some = [some[0], *rng.sample(some[1:], most - 1)]
-        choices[h] = [_input(h, shape, dtype, mesh, lay) for lay in some]
+        choices[h] = [_input(h, shape, dtype, mesh, layout) for layout in some]
     return choices
 
 

@@ -109,7 +109,7 @@ class Case:
 
     left: tuple[Node, ...]
     right: tuple[Node, ...]
-    told: str
+    summary: str
 
     @property
     def inputs(self) -> list[Node]:
@@ -123,7 +123,7 @@ class Case:
         return sorted(seen, key=lambda n: str(n.attr("name")))
 
     def __str__(self) -> str:
-        return f"{self.told} on {self.left[0].mesh}: " + ", ".join(f"{n.attr('name')} {n.type}" for n in self.inputs)
+        return f"{self.summary} on {self.left[0].mesh}: " + ", ".join(f"{n.attr('name')} {n.type}" for n in self.inputs)
 
 
 # -- fillings and shapes -----------------------------------------------------------------------------------------------------------
@@ -243,9 +243,9 @@ def _options(schema: Schema, shapes: Mapping[str, Node], mesh: Mesh, roots: bool
     out = {}
     for h, n in shapes.items():
         full = not n.dtype.is_floating_point
-        some = [lay for lay in _layouts(mesh, n.shape, roots) if not (full and lay.partials)]
+        some = [layout for layout in _layouts(mesh, n.shape, roots) if not (full and layout.partials)]
         some = some if len(some) <= most else [some[0], *rng.sample(some[1:], most - 1)]
-        out[h] = [_input(h, n.shape, full, lay) for lay in some]
+        out[h] = [_input(h, n.shape, full, layout) for layout in some]
     return out
 
 
