@@ -31,7 +31,7 @@ SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 SHAPES = [(512, 4096, 14336), (2048, 8192, 8192), (8192, 8192, 8192), (8192, 4096, 28672)]  # M, N, K of all ranks together
 AWKWARD = ((136, 264, 72), (128, 8, 64), (512, 8, 8), (64, 1032, 1000), (1000, 520, 4104))
 FEW: dict[str, list[tuple[Any, ...]]] = {
-    "gather_matmul": [("peers", 1, 16, "product"), ("peers", 1), ("peers", 2), ("peers", 2, 8, "mover"), ("peers", 2, 8, "flow", 1.0, False, 2)],
+    "gather_matmul": [("peers", 1, 16, "matmul"), ("peers", 1), ("peers", 2), ("peers", 2, 8, "persistent"), ("peers", 2, 8, "flow", 1.0, False, 2)],
     "matmul_reduce_scatter": [("peers", 1, 128), ("peers", 2, 128), ("peers", 4, 128)],
     "matmul_all_reduce": [("peers", 1, 32), ("peers", 2, 32)],
 }
@@ -71,7 +71,7 @@ def gather(me: Rank, shapes: list[list[int]], few: bool) -> None:
         if shape == SHAPES[-1] and way is not None and not few:
             x, w = Case(me, "gather_matmul", shape).operands
             _gpu_overlap.trace(me, x, w, way)
-            if way.by == "product":
+            if way.by == "matmul":
                 _gpu_overlap.cost_of_carrying(me, x, w, way)
         torch.cuda.empty_cache()
 
@@ -132,10 +132,10 @@ def candidates(op: str) -> list[Any]:
     from weft.nn.strategies import Strategy
 
     if op == "gather_matmul":
-        by_driver = [Strategy("peers", c, 16, "copy", lines=n) for c in (1, 2, 3) for n in (1, 2)]
-        by_kernel = [Strategy("peers", c, b, by) for c in (1, 2, 3) for by in ("mover", "flow") for b in (8, 12, 16, 24)]
-        carried = [Strategy("peers", by="product")]
-        return carried + by_driver + by_kernel + [Strategy("peers", c, b, "flow", lines=2) for c in (1, 2) for b in (8, 12, 16)]
+        by_driver = [Strategy("peers", c, 16, "copy", streams=n) for c in (1, 2, 3) for n in (1, 2)]
+        by_kernel = [Strategy("peers", c, b, by) for c in (1, 2, 3) for by in ("persistent", "flow") for b in (8, 12, 16, 24)]
+        carried = [Strategy("peers", by="matmul")]
+        return carried + by_driver + by_kernel + [Strategy("peers", c, b, "flow", streams=2) for c in (1, 2) for b in (8, 12, 16)]
     if op == "matmul_all_reduce":
         return [Strategy("peers", c, b) for c in (1, 2, 4) for b in (16, 32)]
     return [Strategy("peers", c, b) for c in (1, 2, 4, 8) for b in (8, 32, 128)]
@@ -148,7 +148,7 @@ def fastest(me: Rank, op: str, shape: Shape, few: bool) -> Any:
     some = [Strategy(*how) for how in FEW[op]] if few else candidates(op)
     case, best, tried = Case(me, op, shape), list[Any](), dict[str, float]()
     for lines in (1, 2):
-        ways = [way for way in some if way.lines == lines]
+        ways = [way for way in some if way.streams == lines]
         ways = [way for way in ways if case.gathers or shape[0] % (way.chunks * me.world) == 0]
         if ways:
             ms, error = time_ways(case, best + ways)
@@ -217,7 +217,7 @@ def check_carrying(me: Rank) -> None:
         whole = torch.randn(me.world, m, k, generator=gen, device=me.device, dtype=torch.bfloat16)
         w = torch.randn(n, k, generator=gen, device=me.device, dtype=torch.bfloat16)
         for _ in range(2):  # the second time on memory that was used before
-            got, kept = over_peers.gather_matmul(whole[me.rank].clone(), w, None, Strategy("peers", by="product"))
+            got, kept = over_peers.gather_matmul(whole[me.rank].clone(), w, None, Strategy("peers", by="matmul"))
         want = whole.flatten(0, 1).float() @ w.float().T
         error = me.worst(((got.float() - want).abs().max() / want.abs().max()).item())
         arrived = all(me.all(torch.equal(kept, whole.flatten(0, 1))))

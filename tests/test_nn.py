@@ -22,9 +22,9 @@ WAYS = [
     wn.Strategy("peers"),
     wn.Strategy("peers", 4),
     wn.Strategy("peers", 2, 2, "kernel"),
-    wn.Strategy("peers", 1, 2, "mover"),
-    wn.Strategy("peers", 2, 2, "flow", lines=2),
-    wn.Strategy("peers", 2, by="product"),
+    wn.Strategy("peers", 1, 2, "persistent"),
+    wn.Strategy("peers", 2, 2, "flow", streams=2),
+    wn.Strategy("peers", 2, by="matmul"),
 ]
 
 

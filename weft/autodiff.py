@@ -159,11 +159,11 @@ def _total(cts: list[Node], value: Type) -> Node | None:
     return total
 
 
-def _summed(cts: Sequence[Node], products: bool) -> list[Node]:
+def _summed(cts: Sequence[Node], matmuls: bool) -> list[Node]:
     """The matmuls of some cotangents, or what else there is, added up layout by layout."""
     sums: dict[Layout, Node] = {}
     for ct in cts:
-        if (ct.op.kind is Kind.CONTRACT) == products:
+        if (ct.op.kind is Kind.CONTRACT) == matmuls:
             sums[ct.layout] = add(sums[ct.layout], ct) if ct.layout in sums else ct
     return list(sums.values())
 

@@ -32,7 +32,7 @@ def test_a_message_goes_where_least_was_sent() -> None:
     assert some.take(1) == "a" and some.group == "a"
 
 
-def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CHANNELS", "many")
     with pytest.raises(RuntimeFault, match="WEFT_CHANNELS does not name a number of groups") as e:
         channels._requested()
@@ -41,7 +41,7 @@ def test_lanes_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert channels._requested() == 3
 
 
-def over_lanes(rank: int) -> None:
+def over_channels(rank: int) -> None:
     """Two hosts of two ranks: the same losses over 1, 2 and 3 groups, sums, slices or parameters sent."""
     os.environ["NCCL_HOSTID"] = f"host {rank // 2}"
     os.environ["WEFT_CHANNELS"] = "1"
@@ -55,8 +55,8 @@ def over_lanes(rank: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_losses_do_not_depend_on_lanes(tmp_path: Path) -> None:
-    run_ranks(4, over_lanes, tmp_path, seconds=250)
+def test_losses_do_not_depend_on_channels(tmp_path: Path) -> None:
+    run_ranks(4, over_channels, tmp_path, seconds=250)
 
 
 def measured(rank: int) -> str:

@@ -24,7 +24,7 @@ def gathers(rank: int) -> None:
         w = torch.randn(n, k, generator=torch.Generator().manual_seed(10 + rank)).to(dtype)
         whole = torch.cat(parts)
         assert can_multiply(parts[rank], w)
-        got, kept = gather_matmul(parts[rank], w, None, Strategy("peers", by="product"))
+        got, kept = gather_matmul(parts[rank], w, None, Strategy("peers", by="matmul"))
         assert kept is not None and torch.equal(kept, whole), (m, n, k)
         torch.testing.assert_close(got.float(), whole.float() @ w.float().T, rtol=2e-2, atol=0.1)
 

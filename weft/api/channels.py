@@ -72,7 +72,7 @@ def _quickest(kinds: tuple[str, ...], group: Any, device: torch.device, everywhe
     """How many groups to send over: measured between hosts, on devices that compute while the host sends."""
     if not kinds or not (everywhere or is_accelerator(device)) or not _spans_hosts(group):
         return 1
-    times = _known(Store("lanes", describe(device), str(dist.get_world_size(group)), *kinds), kinds, group, device)
+    times = _known(Store("channels", describe(device), str(dist.get_world_size(group)), *kinds), kinds, group, device)
     return int(decide(times, "1", MARGIN))
 
 

@@ -65,7 +65,7 @@ class Compiled:
         peers = _peers(program, self.groups, self.device)
         on = {a: _intra_host_group(g, peers[a]) if peers.get(a) is not None and _shared(g, self.device) else g for a, g in self.groups.items()}
         on = with_channels(program, on, self.device) if on_all_ranks else on
-        self._lanes = {a: g for a, g in on.items() if isinstance(g, ParallelGroups)}
+        self._channels = {a: g for a, g in on.items() if isinstance(g, ParallelGroups)}
         far = {a: isinstance(g, HostGroup) and g.message or comm.message_bytes(self.device) for a, g in on.items()}
         kernels = kernel_language(self.device)
         self.code = lower(program, self.rank, fuse=peers, donate=donate, device=self.device.type, kernels=kernels, far=far)
@@ -76,7 +76,7 @@ class Compiled:
             "device": self.device,
             **self.code.names,
         }
-        names |= {"library": library_kernels, "low_product": low.product, "by_rows": rowwise, "sent": token_all_to_all}
+        names |= {"library": library_kernels, "low_matmul": low.matmul, "by_rows": rowwise, "sent": token_all_to_all}
         names |= {"in_chunks": pipeline.run, "Chunks": pipeline.Chunks}
         names |= {name: FusedCall(plan_of(call, self.coords), peers.get(call.fused.axis)) for name, call in self.code.calls.items()}
         names["__source__"] = self.code.text  # for whoever looks at a frame of it
@@ -96,7 +96,7 @@ class Compiled:
     def how(self) -> str:
         """How a call runs."""
         runs = self._step.how if isinstance(self._step, Traced) else "node by node"
-        return ", ".join([runs, *(f"messages along {axis} over {len(channels.groups)} groups" for axis, channels in self._lanes.items())])
+        return ", ".join([runs, *(f"messages along {axis} over {len(channels.groups)} groups" for axis, channels in self._channels.items())])
 
     def _may_trace(self, asked: bool | None) -> bool:
         """Kernels over peer memory and pipelines over chunks are calls of their own, which a trace cannot see into: such code has no
@@ -121,7 +121,7 @@ class Compiled:
 
     def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the step makes from nothing it makes on its own device."""
-        for channels in self._lanes.values():
+        for channels in self._channels.values():
             channels.restart()
         if self.device.type == "cpu" or isinstance(self._step, Traced):
             return self._step(inputs)  # type: ignore[no-any-return]

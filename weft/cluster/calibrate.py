@@ -126,8 +126,8 @@ def _with_scores(device: Device, stored: Mapping[str, float], by: str) -> Device
     one = kernels.matmul(device, passes.KEYS, passes.KEYS, passes.WIDTH, heads, "fp32")
     rates = {}
     for key, seconds in stored.items():
-        products, hard = (5, 1) if key.endswith("backward") else (2, 2)
-        rates[f"rate.{key}"] = count / max(seconds - products * one - hard * count / device.get("rate.exp"), 0.1 * seconds)
+        matmuls, hard = (5, 1) if key.endswith("backward") else (2, 2)
+        rates[f"rate.{key}"] = count / max(seconds - matmuls * one - hard * count / device.get("rate.exp"), 0.1 * seconds)
     return Device(device.name, {**device.constants, **{k: Constant(float(f"{v:.4g}"), by) for k, v in rates.items()}})
 
 
@@ -136,12 +136,12 @@ def _in_a_step(device: Device, step: float, by: str) -> Device:
     rows, width = measure.ROWS, measure.WIDTH
     large, small = 4 * width * rows, width * rows
     sizes = ((rows, 4 * width, width), (rows, width, 4 * width), (4 * width, width, rows))
-    products = measure.DEPTH * 2 * sum(kernels.matmul(device, *shape, 1, "fp32") for shape in sizes)
+    matmuls = measure.DEPTH * 2 * sum(kernels.matmul(device, *shape, 1, "fp32") for shape in sizes)
     rates = {"gelu": large, "gelu_backward": large, "layer_norm": small, "layer_norm_backward": small, "sum": large + small}
     others = sum(elements / device.get(f"rate.{op}") for op, elements in rates.items())
     others += 2 * kernels.memory_bound(device, 12.0 * small, 1)  # residuals
     others += kernels.memory_bound(device, 28.0 * 8 * width * width, 1)  # the update
-    share = products / max(step - measure.DEPTH * others, products)
+    share = matmuls / max(step - measure.DEPTH * others, matmuls)
     return Device(device.name, {**device.constants, "gemm.sustained": Constant(float(f"{max(0.5, share):.4g}"), by)})
 
 

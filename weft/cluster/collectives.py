@@ -20,7 +20,7 @@ from weft.cluster.profile import Device, Link
 from weft.cluster.spec import Cluster
 from weft.core.errors import ClusterError
 
-WAYS = ("low", "mid", "bulk")
+PROTOCOLS = ("low", "mid", "bulk")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "send")
 
 
@@ -51,7 +51,7 @@ def seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, copies: int 
         return 0.0
     used = _levels(cluster.links, ranks.members)
     launch = max(link.get("launch") for link, _, _ in used)
-    return launch + min(_ring(kind, size, ranks.size, used, protocol, copies) for protocol in WAYS)
+    return launch + min(_ring(kind, size, ranks.size, used, protocol, copies) for protocol in PROTOCOLS)
 
 
 def send_seconds(cluster: Cluster, size: float, stride: int) -> float:

@@ -36,7 +36,7 @@ PARTS = (
     ("flash_attention", "attention"),
 )
 UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 SHORT, LONG = 8, 32  # links of a chain
 FEW, MANY = 2, 34  # tensors of an update
 WIDTH = 32  # of tensors so small that only the host counts
@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
     """What of the host an op is like; nothing for one that no step calls by itself."""
     if name in VIEWS:
         return "" if name in FREE or "empty" in name else "view"
-    return "product" if name in PRODUCTS else next((kind for part, kind in PARTS if part in name), "op")
+    return "product" if name in MATMULS else next((kind for part, kind in PARTS if part in name), "op")
 
 
 class Counting(TorchDispatchMode):

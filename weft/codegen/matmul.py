@@ -41,7 +41,7 @@ def matmul_text(n: Node, args: Sequence[str], at: Mapping[str, int]) -> str | No
         pair = _matrices(*found, args)
         scales = args[2:] if out == labels.left + labels.right else args[:1:-1]
         how = f"{n.dtype}, fast=True" if n.attr("fast") else str(n.dtype)
-        return f"low_product({', '.join([*pair, *scales])}, {how}).reshape({tuple(sizes[c] for c in out)})" if pair else None
+        return f"low_matmul({', '.join([*pair, *scales])}, {how}).reshape({tuple(sizes[c] for c in out)})" if pair else None
     return _batched(a, b, out, labels, args) if labels.batch else _plain(a, b, out, labels, sizes, args)
 
 

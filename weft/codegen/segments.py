@@ -48,7 +48,7 @@ class RowSlot(Slot):
 class Messages(Slot):
     """What the readers of a vertex sent it: of each (rows, first, index) the sum of the rows index[first[v]] up to index[first[v + 1]]."""
 
-    ways: tuple[tuple[Hashable, Hashable, Hashable], ...] = ()
+    paths: tuple[tuple[Hashable, Hashable, Hashable], ...] = ()
 
 
 def segment(value: Value, op: str = "sum") -> Value:

@@ -50,7 +50,7 @@ class CppEmitter(RowEmitter):
 
     def collect(self, value: Value, slot: Messages) -> Iterator[str]:
         yield f"for (int j = 0; j < m; ++j) {self.reload(value)} = 0;"
-        for rows, first, index in slot.ways:
+        for rows, first, index in slot.paths:
             begin = self.at(first)
             yield f"for (i64 k = {begin}[v]; k < {begin}[v + 1]; ++k) {{"
             yield f"  const real *q = {self.at(rows, self.group.real)} + {self.at(index)}[k] * {self.group.lanes} + jb;"

@@ -54,7 +54,7 @@ class TritonEmitter(RowEmitter):
     def collect(self, value: Value, slot: Messages) -> Iterator[str]:
         name = self.names[value]
         yield f"{name} = tl.zeros([BLOCK], {self.real})"
-        for rows, first, index in slot.ways:
+        for rows, first, index in slot.paths:
             begin = self.at(first)
             yield f"for k in range(tl.load({begin} + v), tl.load({begin} + v + 1)):"
             row = f"{self.at(rows, self.group.real)} + tl.load({self.at(index)} + k) * {self.group.lanes}"

@@ -155,7 +155,7 @@ class _Writer:
         self.line(f"{self.var[n]} = {self.expression(n)}", n)
         if pair is not None:
             anywhere = self.lines.pop()
-            self.line(f"{self.var[n]} = {call}.product({argument}, {', '.join(pair)})", n)
+            self.line(f"{self.var[n]} = {call}.matmul({argument}, {', '.join(pair)})", n)
             self.elsewhere[self.lines[-1]] = anywhere
 
     def value(self, n: Node) -> str:

@@ -115,7 +115,7 @@ class Op:
     normal: Callable[[Attrs], Attrs] = _as_is  # attributes as they are kept
     choices: Mapping[str, Any] | None = None  # values of attributes that rules about it are tried with
     flops: Function = None  # of the busiest rank
-    products: Function = None  # of an op made of matmuls: (m, n, k, how often) of each, on the busiest rank
+    matmuls: Function = None  # of an op made of matmuls: (m, n, k, how often) of each, on the busiest rank
     attends: int | None = None  # of attention and its backward: the operand that is the query, which the key follows
     traffic: Function = None  # bytes the busiest rank moves, where it does not read every operand in full
     extra_kernels: int = 0  # small kernels before the one that moves most

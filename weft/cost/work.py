@@ -263,7 +263,7 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
         yield from _in_pieces(node)
     elif node.op.attends is not None and not _in_one_kernel(node):
         yield from _with_scores(node)
-    elif node.op.products is not None:
+    elif node.op.matmuls is not None:
         yield from _experts(node)
     else:
         share = "gemm.efficiency"
@@ -294,10 +294,10 @@ def through_experts(
 def _experts(node: Node) -> Iterator[Op]:
     """Experts, or their backward, which keeps no more than the tokens: it brings them and what comes back to the experts, and is through the first
     matmul once more."""
-    assert node.op.products is not None
-    products, dtype, axis = node.op.products(node), dtype_of(node), node.attr("sent")
-    (rows, twice, hidden, count), back = products[0], len(products) > 2
-    inner = products[1][1] if back else products[1][2]
+    assert node.op.matmuls is not None
+    matmuls, dtype, axis = node.op.matmuls(node), dtype_of(node), node.attr("sent")
+    (rows, twice, hidden, count), back = matmuls[0], len(matmuls) > 2
+    inner = matmuls[1][1] if back else matmuls[1][2]
     brought, wide = (float(rows * count * size * WIDTH[dtype]) for size in (hidden, inner))
     swap = [Collective("all_to_all", brought, axis, "tokens to experts", copies=picks_of(node))] if axis else []
     forward = through_experts(rows, hidden, inner, count, dtype, twice > inner, brought, wide, swap)
@@ -306,16 +306,16 @@ def _experts(node: Node) -> Iterator[Op]:
         return
     dispatch, up, combine = forward[0], forward[1 + len(swap)], forward[-1]
     yield from (dispatch, dispatch, *swap, *swap, up)
-    yield from (Gemm(m, n, k, often, dtype, node.op.name, grouped=True) for m, n, k, often in products[1:])
+    yield from (Gemm(m, n, k, often, dtype, node.op.name, grouped=True) for m, n, k, often in matmuls[1:])
     yield MemoryBound("expert activation", 6 * wide, 0, walk="memory.experts")
     yield from (*swap, combine)
 
 
 def inside(node: Node) -> float:
     """Bytes that an op of experts has of its rows at once, half of what its backward has: as tokens on both sides, and as the experts have them."""
-    if node.op.products is None:
+    if node.op.matmuls is None:
         return 0.0
-    rows, twice, hidden, count = node.op.products(node)[0]
+    rows, twice, hidden, count = node.op.matmuls(node)[0]
     return float(rows * count * (2 * hidden + 1.5 * twice) * WIDTH[dtype_of(node)])
 
 

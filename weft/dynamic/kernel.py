@@ -278,8 +278,8 @@ def _loaded(kernel: Kernel, stores: Stores, operand: Node) -> Value:
     at = kernel.loads[operand]
     if at.source not in stores.gradients:
         return expr.load(_slot(stores, at.source, at.offset, at.dims))
-    ways = tuple((Pointer(via.home), Pointer(via.first), Pointer(via.index)) for via in stores.gradients[at.source])
-    return expr.load(Messages(stores.names[at.source], DTYPE_NAMES[operand.dtype], ways=ways))
+    paths = tuple((Pointer(via.home), Pointer(via.first), Pointer(via.index)) for via in stores.gradients[at.source])
+    return expr.load(Messages(stores.names[at.source], DTYPE_NAMES[operand.dtype], paths=paths))
 
 
 def _slot(stores: Stores, node: Node, offset: int, dims: tuple[tuple[int, int, int], ...]) -> RowSlot:

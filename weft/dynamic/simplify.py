@@ -80,10 +80,10 @@ def _transposed(f: VertexProgram) -> VertexProgram:
     """(x' y)' is y' x, which lies in memory as the weight does that it is the gradient of."""
     swap: dict[Node, Node] = {}
     for n in f.program.find_all("permute", lambda n: n.attr("order") == (1, 0)):
-        (product,) = n.args
-        if product.op is einsum_op and f.program.users[product] == (n,) and not f.program.outputs_of(product):
-            ins, out = product.attr("equation").split("->")
-            swap[n] = einsum(f"{ins}->{out[::-1]}", *product.args)
+        (gemm,) = n.args
+        if gemm.op is einsum_op and f.program.users[gemm] == (n,) and not f.program.outputs_of(gemm):
+            ins, out = gemm.attr("equation").split("->")
+            swap[n] = einsum(f"{ins}->{out[::-1]}", *gemm.args)
     return f.with_nodes(swap, "gradients as weights lie") if swap else f
 
 
@@ -203,9 +203,9 @@ def _also_scatter(producer: VertexProgram, state: str, new: str, chain: list[Any
     operand = producer.program.input_names.get(name) or input_node(name, Type(base.dtype, base.layout), Role.PARAMETER)
     for view in views:
         operand = make(view.op, (operand,), dict(view.attrs))
-    product, output = matmul(producer.scattered[state], operand), output_name("state", new)
+    gemm, output = matmul(producer.scattered[state], operand), output_name("state", new)
     return producer.with_outputs(
-        [*producer.program.outputs, (output, product)],
+        [*producer.program.outputs, (output, gemm)],
         "hoisted",
         weights={**producer.weights, name: weight},
         states={**producer.states, output: new},

@@ -28,10 +28,10 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> T
     than a matmul chunks should shrink, where it is later they should grow, each by the ratio of the two."""
     sizes = _tapered(x.shape[0], strategy.chunks, strategy.taper)
     out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
-    product = packed_matmul(w, sizes[0]) if strategy.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
+    matmul = packed_matmul(w, sizes[0]) if strategy.packed and _packable(w) else lambda rows, into: torch.mm(rows, w.T, out=into)
     sums = []
     for rows, into in zip(x.split(sizes), out.split(sizes), strict=True):
-        product(rows, into)
+        matmul(rows, into)
         sums.append(dist.all_reduce(into, group=group, async_op=True))
     for one in sums:
         one.wait()

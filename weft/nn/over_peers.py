@@ -99,7 +99,7 @@ class Space:
 
     def fetch(self, targets: list[Tensor], sources: list[Tensor], strategy: Strategy) -> tuple[list[Callable[[], None]], Callable[[], None]]:
         """Start bringing every source to its target. For each: what the main line calls before it uses it; and what after all."""
-        if strategy.by in ("mover", "flow") and self.peers.target == "triton":
+        if strategy.by in ("persistent", "flow") and self.peers.target == "triton":
             copier = self._copy_kernel = self._copy_kernel or CopyKernel(targets[0].device, self.peers.world)
             copier.move(targets, sources, strategy.blocks, flow=strategy.by == "flow")
             return [functools.partial(copier.wait, k) for k in range(len(targets))], copier.rest
@@ -189,8 +189,8 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: Any, strategy: Strategy) -> T
 
 
 def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `strategy.chunks` turns, on `strategy.lines`
-    lines in turn; or each rank's while its matmul carries the next's. With `keep`, the rows themselves too.
+    """All ranks' rows times w.T: this rank's own while the others' arrive, then theirs in `strategy.chunks` turns, on `strategy.streams`
+    streams in turn; or each rank's while its matmul carries the next's. With `keep`, the rows themselves too.
 
     Rows that already lie in `Space.rows`, peer memory, are read by the others from there.
     """
@@ -201,7 +201,7 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bo
     gathered = torch.empty(world, rows, k, dtype=x.dtype, device=x.device)
     out = torch.empty(world, rows, w.shape[0], dtype=x.dtype, device=x.device)
     order = [(rank + hop) % world for hop in range(1, world)]
-    if strategy.by == "product" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
+    if strategy.by == "matmul" and world > 1 and space.peers.target == "triton" and gemm_copy.can_multiply(x, w):
         _each_brings_the_next(space, x, w, gathered, out, keep)
         return _as_asked(out.view(world * rows, -1), asked), gathered.view(world * rows, k) if keep else None
     space.side.after_main()
@@ -216,7 +216,7 @@ def gather_matmul(x: Tensor, w: Tensor, group: Any, strategy: Strategy, keep: bo
     space.second.after_main()
     torch.mm(x, w.T, out=out[rank])
     for number, hops in enumerate(_in_parts(world - 1, strategy.chunks)):
-        with space.second.work() if strategy.lines > 1 and number % 2 == 0 else contextlib.nullcontext():
+        with space.second.work() if strategy.streams > 1 and number % 2 == 0 else contextlib.nullcontext():
             for hop in hops:
                 arrived[hop]()
             for first, last in _stretches([order[hop] for hop in hops]):

@@ -15,24 +15,24 @@ class Strategy:
     """`over` is "group" (torch.distributed) or "peers" (memory all ranks can reach).
 
     One chunk means no overlap, but for a gather over peers: there a rank's own matmul always overlaps with the copies, and
-    chunks are the matmuls in which it takes the others' rows. By `"product"`, each rank's matmul carries the rows of the next
-    (half precision, GPUs), and chunks, blocks and lines do not matter.
+    chunks are the matmuls in which it takes the others' rows. By `"matmul"`, each rank's matmul carries the rows of the next
+    (half precision, GPUs), and chunks, blocks and streams do not matter.
     """
 
     over: str = "group"
     chunks: int = 1
     blocks: int = 16  # of a device kernel that moves data overlapped with the matmul
-    by: str = "copy"  # what moves it: the driver's "copy", a "kernel" for each piece, one "mover" for all or one in "flow", the "matmul"
+    by: str = "copy"  # the driver's "copy", a "kernel" for each piece, one "persistent" kernel for all, one in "flow", or the "matmul"
     taper: float = 1.0  # rows of a chunk for each row of the one before, where results are summed over a group
     packed: bool = False  # over a group, on CPUs: the weight is laid out once for all chunks, as the matmul would for each
-    lines: int = 1  # on which the matmuls of a gather take turns: with two, the next fills the device while one runs out
+    streams: int = 1  # for the matmuls of a gather, one after the other: with two, the next fills the device while one runs out
 
     def __str__(self) -> str:
-        if self.by == "product":
+        if self.by == "matmul":
             return f"{self.over}, carried by the matmul"
         chunks = f"{self.chunks} chunks" if self.chunks > 1 else "plain"
         chunks += f", each {self.taper:g} of the last" if self.taper != 1.0 else ""
-        chunks += f", {self.lines} lines" if self.lines > 1 else ""
+        chunks += f", {self.streams} streams" if self.streams > 1 else ""
         chunks += ", packed" if self.packed else ""
         return f"{self.over}, {chunks}" + (f", {self.blocks} blocks, {self.by}" if self.over == "peers" else "")
 

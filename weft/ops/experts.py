@@ -111,7 +111,7 @@ experts_backward = define(
     dtype=lambda types, attrs: (types[1].dtype, *(t.dtype for t in types[3:])),
     linear=(frozenset({0}),),
     flops=lambda n: _work(n, 4, 6.0),
-    products=lambda n: _matmuls_of(n, 4),
+    matmuls=lambda n: _matmuls_of(n, 4),
 )
 
 
@@ -135,7 +135,7 @@ experts = define(
     linear=(frozenset({2}), frozenset({4})),
     vjp=_vjp,
     flops=lambda n: _work(n, 3, 2.0),
-    products=lambda n: _matmuls_of(n, 3),
+    matmuls=lambda n: _matmuls_of(n, 3),
 )
 
 

@@ -53,11 +53,11 @@ def mm_rs_c_ag(p: Program) -> Program:
 def overlapped_mm(p: Program) -> Program:
     """The matmul pipelined with one kernel of sum, compute and gather; a norm, which needs full rows, stays after it."""
     p = mm_rs_c_ag(p)
-    product = p.find("reduce_scatter").args[0]
+    gemm = p.find("reduce_scatter").args[0]
     full = p.find_all(where=lambda n: n.op.kind is Kind.COMPOSITE)
-    members = [n for n in p.between("reduce_scatter", "all_gather") if not p.needs(n) & set(full) - p.needs(product)]
+    members = [n for n in p.between("reduce_scatter", "all_gather") if not p.needs(n) & set(full) - p.needs(gemm)]
     p = fuse(p, members, name="rs_c_ag")
-    return overlap(p, product, "rs_c_ag", dim=1, chunks=4)
+    return overlap(p, gemm, "rs_c_ag", dim=1, chunks=4)
 
 
 def boundary_slices(p: Program) -> Program:

@@ -1,6 +1,6 @@
 """A fused kernel as a function on tensors: inputs are found or put where peers can read them, outputs come back as tensors.
 
-Terms of a reduction must lie in peer memory. A `product` is made there; anything else is copied.
+Terms of a reduction must lie in peer memory. A `matmul` is made there; anything else is copied.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class FusedCall:
         return buffer.own
 
     @torch.no_grad()
-    def product(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
+    def matmul(self, argument: int, a: Tensor, b: Tensor) -> Tensor:
         """A term that is a matmul of two matrices, made in peer memory, so that nobody need bring it there. The room is free: every
         call ends when all ranks have read it."""
         room = self._hold("terms", argument, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta")).own

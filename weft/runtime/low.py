@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def product(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def matmul(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """x [m, k] times y [k, n], times the scale of every row of x and of every column of y. Summed in float32 at least; where `fast`, in as many
     digits as the device's quickest matmul keeps, which on Hopper is 14 bits."""
     rows, columns = of_x.reshape(-1, 1), of_y.reshape(1, -1)

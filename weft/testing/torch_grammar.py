@@ -261,7 +261,7 @@ def norm(d: Draft) -> None:
 
 
 @rule(9)
-def product(d: Draft) -> None:
+def draw_matmul(d: Draft) -> None:
     x = d.pick(lambda v: len(v.shape) > 1)
     if x is None:
         return

@@ -67,7 +67,7 @@ def in_chunks(p: Program, axis: str, chunks: int = 2) -> Program:
 def _chunked(n: Node, made: dict[Node, Node], axis: str, chunks: int) -> list[Node | _Parts] | None:
     """The results of an op made of matmuls, whose tokens, the rows of its first operand, are gathered along the axis; none where there is nothing to be
     chunked. Where experts are gathered instead, picks count all of them, and some alone would be others."""
-    eq, first = equation_of(n) if n.op.products is not None else None, n.args[0] if n.args else n
+    eq, first = equation_of(n) if n.op.matmuls is not None else None, n.args[0] if n.args else n
     if eq is None or first.op is not all_gather or first.attr("axis") != axis or len(first.args) != 1:
         return None
     at = first.args[0].layout.where_sharded(axis)

@@ -63,8 +63,8 @@ def _in_blocks(equation: str, n: Node, args: tuple[Node, ...]) -> Node | None:
 
 def heads(p: Program) -> frozenset[str]:
     """The parameters whose matmul a loss over classes reads, whatever is added, cast or narrowed in between; of a program that is not placed yet."""
-    products = {x for n in p.nodes if n.op is cross_entropy_op for x in _ahead_of(n.args[0])}
-    bases = {_base(a) for x in products for a in x.args}
+    matmuls = {x for n in p.nodes if n.op is cross_entropy_op for x in _ahead_of(n.args[0])}
+    bases = {_base(a) for x in matmuls for a in x.args}
     return frozenset(n.attr("name") for n in bases if n.op.is_input and n.role is Role.PARAMETER)
 
 
@@ -90,10 +90,10 @@ def _base(n: Node) -> Node:
 
 def _of_heads(p: Program, names: Collection[str]) -> set[Node]:
     """The matmuls of these parameters, forward and backward, and those of what they were multiplied with: their gradients."""
-    products = {n: [_base(a) for a in n.args] for n in p.nodes if n.op.kind is Kind.CONTRACT}
-    own = {n for n, of in products.items() if any(a.op.is_input and a.attr("name") in names for a in of)}
-    partners = {a for n in own for a in products[n] if not a.op.is_input or a.attr("name") not in names}
-    return own | {n for n, of in products.items() if not partners.isdisjoint(of)}
+    matmuls = {n: [_base(a) for a in n.args] for n in p.nodes if n.op.kind is Kind.CONTRACT}
+    own = {n for n, of in matmuls.items() if any(a.op.is_input and a.attr("name") in names for a in of)}
+    partners = {a for n in own for a in matmuls[n] if not a.op.is_input or a.attr("name") not in names}
+    return own | {n for n, of in matmuls.items() if not partners.isdisjoint(of)}
 
 
 def _plain(n: Node) -> str:

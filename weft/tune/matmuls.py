@@ -28,7 +28,7 @@ def tune_matmul(
     """The fastest of `candidates` for `run(candidate)`, the first of them being to leave it alone. All ranks call it."""
     device = device or torch.device("cpu")
     names = {str(way): way for way in candidates}
-    store = Store("product", *key, describe(device), torch.__version__, writes=dist.get_rank(group) == 0)
+    store = Store("matmul", *key, describe(device), torch.__version__, writes=dist.get_rank(group) == 0)
     if again:
         store.forget()
     known = from_first(store.times, group)

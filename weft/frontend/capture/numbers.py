@@ -199,7 +199,7 @@ class Questions:
     guards: dict[Node, bool] = field(default_factory=dict)  # questions about settings alone, and the answers now
     both: bool = True  # whether both answers are followed
     open: bool = False  # whether a question was asked that only the program can answer
-    ways: int = 0
+    runs: int = 0
 
     def decide(self, condition: Node) -> bool:
         names = [n.attr("name") for n in toposort([condition]) if n.op.is_input]
@@ -212,7 +212,7 @@ class Questions:
             if known is condition:
                 return answer
         self.open = True
-        if len(self.asked) >= MOST or self.ways > MOST:
+        if len(self.asked) >= MOST or self.runs > MOST:
             raise CaptureError(
                 "an optimizer branches too often on numbers that the program computes",
                 needed=f"{MOST} questions or fewer, such as `if step > 5`",
@@ -228,7 +228,7 @@ class Questions:
 
     def joined(self, run: Callable[[], dict[Any, Node]], join: Callable[[Node, Any, Any], Any], answers: list[bool] | None = None) -> Any:
         """What `run` gives, every question answered both ways; a way that ends in an error is not taken."""
-        self.answers, self.asked, self.ways = answers or [], [], self.ways + 1
+        self.answers, self.asked, self.runs = answers or [], [], self.runs + 1
         try:
             out: Any = run()
         except CaptureError:
