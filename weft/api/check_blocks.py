@@ -1,6 +1,6 @@
 """Torch as the judge of a step too large to be run in full: each distinct block once, forward and backward, and what stands around them.
 
-A block is a call of a module that the trace heard, taken out of the program between what it is given and what it returns. The user's own
+A block is a call of a module that the trace recorded, taken out of the program between what it is given and what it returns. The user's own
 code runs in torch on a part of the example. At a block of a new kind the module itself runs and is compared with its part of the program;
 an isomorphic one is answered with the same results. What stands around is compared in the same way, with the blocks' results as its inputs.
 """

@@ -1,4 +1,4 @@
-"""A captured program split into blocks, which are calls of modules that the trace heard, and what stands around them."""
+"""A captured program split into blocks, which are calls of modules that the trace recorded, and what stands around them."""
 
 from __future__ import annotations
 

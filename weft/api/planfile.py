@@ -169,7 +169,7 @@ def runnable(spec: Spec, path: str) -> Spec:
     """The spec as weft runs it; refused where it is not all done."""
     if spec.shares and not (spec.shards and spec.pp == 1):
         kinds = f"pp {spec.pp}, {len(spec.shares)} kinds of copies"
-        needed = "equal shares, or one stage and shares that torch.chunk's rule deals out"
+        needed = "equal shares, or one stage and shares that torch.chunk's rule gives"
         raise PlanError(f"{path} cannot be run by parallelize", needed=needed, found=kinds, try_=FREE)
     if spec.gather_once:
         raise PlanError(

@@ -241,7 +241,7 @@ class File:
 
 
 def files_for(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], size: int = SHARD) -> list[File]:
-    """Tensors dealt out to files of at most so many bytes, by Hugging Face's names."""
+    """Tensors grouped into files of at most so many bytes, by Hugging Face's names."""
     runs: list[list[Any]] = [[]]
     room = size
     for name, (dtype, shape) in tensors.items():

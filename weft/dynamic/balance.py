@@ -75,7 +75,7 @@ class Sizes:
 def assign(
     graphs: Structure | Sizes, ranks: int, per_rank: int, *, cost: Cost | None = None, mixing: float = 0.0, seed: int = 0
 ) -> Assignment:
-    """Steps of `ranks * per_rank` samples, each dealt out to the ranks by predicted time; the steps come in random order.
+    """Steps of `ranks * per_rank` samples, each split over the ranks by predicted time; the steps come in random order.
 
     `mixing` (0 to 1) is the share of samples that go to a random step instead: more like a shuffled epoch, less balanced.
     A rank may get more samples than another; weigh gradients by samples, not by ranks.

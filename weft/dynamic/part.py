@@ -54,7 +54,7 @@ def of_packed(model: Model, graphs: Packed, inputs: dict[str, Tensor], at: Any) 
 
 
 def _rounds(runner: str, graphs: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Heard as one op by the trace; by itself it only says what the results are like."""
+    """Captured as one op by the trace; by itself it only says what the results are like."""
     if torch._C._is_torch_function_enabled():
         return handle_torch_function(_rounds, (graphs, *tensors), runner, graphs, *tensors)  # type: ignore[no-any-return]
     return [torch.empty(len(graphs), *shape, dtype=dtype) for shape, dtype in RUNNERS[runner].outputs.values()]  # type: ignore[attr-defined]

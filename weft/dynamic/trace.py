@@ -48,7 +48,7 @@ Key = tuple[str, ...]
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Inside, torch functions are heard by nobody who heard them before, and can be heard."""
+    """Inside, torch functions are intercepted by nobody who did before, and can be again."""
     modes = list[Any]()
     with torch._C._EnableTorchFunction():
         while _len_torch_function_stack():

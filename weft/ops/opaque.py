@@ -83,7 +83,7 @@ def _owner_ranks(types: Types, target: str) -> dict[str, Placement]:
                 f"weft does not know {target}, so it is never sharded",
                 needed=f"operand {k} replicated on every rank, or on the one that has the others",
                 found=str(t),
-                try_="gather it first, or teach weft the op",
+                try_="gather it first, or register a lowering of the op",
                 where=user_line(),
             )
     return at

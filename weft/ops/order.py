@@ -1,4 +1,4 @@
-"""Ops along an order: cumsum, sort, topk, argmax, bincount. The dim they run along is replicated; ties are settled as torch settles them."""
+"""Ops along an order: cumsum, sort, topk, argmax, bincount. The dim they run along is replicated; ties are broken as torch breaks them."""
 
 from __future__ import annotations
 

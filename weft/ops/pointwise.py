@@ -447,7 +447,7 @@ def _global_index(positions: list[torch.Tensor], shape: tuple[int, ...]) -> torc
 
 
 def places_of(at: torch.Tensor, part: torch.Tensor, run: int, parts: int) -> torch.Tensor:
-    """Where positions of one part of a dim stand in the full tensor of it, whose runs of `run` are dealt to the parts in turn."""
+    """Where positions of one part of a dim stand in the full tensor of it, whose runs of `run` are given to the parts in turn."""
     return at.to(part.device) // run * (run * parts) + part * run + at.to(part.device) % run
 
 

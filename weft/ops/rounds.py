@@ -1,7 +1,7 @@
 """A dynamic model's batch as one op: graphs, a row of numbers for each sample, with inputs and weights, give a row at each sample's root.
 
 Labels: s samples, r hands, all others kept in one piece. Samples are apart, so s may be sharded. Or every rank has all graphs and some of the hands: samples
-are dealt to the hands by predicted time, a rank runs those of its own and leaves the rows of others zero, and the result is a partial sum.
+are split over the hands by predicted time, a rank runs those of its own and leaves the rows of others zero, and the result is a partial sum.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from weft.plan.workload import Block, Workload, split_weight
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Ops of a block one after another: forward, backward by what is recomputed, and the part of it that may be put off."""
+    """Ops of a block one after another: forward, backward by what is recomputed, and the part of it that may be deferred."""
 
     forward: float
     backward: Mapping[str, float]

@@ -51,7 +51,7 @@ class Schedule:
         return _orders(self, stages, micro, chunks)
 
     def in_flight(self, stages: int, micro: int, chunks: int = 1) -> tuple[int, ...]:
-        """The most forwards of each stage whose activations are still needed, by the backward or by weight gradients put off."""
+        """The most forwards of each stage whose activations are still needed, by the backward or by weight gradients deferred."""
         return _in_flight(self, stages, micro, chunks)
 
     def may_take(self, stages: int, micro: int) -> bool:
@@ -181,7 +181,7 @@ def _paired(forward: list[tuple[int, int]], backward: list[tuple[int, int]], war
 
 
 def _with_weights(main: list[list[Action]]) -> tuple[Order, ...]:
-    """With the weight gradients put off: found by running it with equal times, filling idle slots with them."""
+    """With the weight gradients deferred: found by running it with equal times, filling idle slots with them."""
     stages = len(main)
     done: set[tuple[str, int, int]] = set()
     late: list[list[int]] = [[] for _ in main]

@@ -323,7 +323,7 @@ class Search:
         return max(self.devices(s), key=lambda d: d.peak(s.dtype))
 
     def _slower(self, s: Setting) -> float:
-        """How many times longer the layers take, dealt to stages by their speed, than if all stages had the fastest device."""
+        """How many times longer the layers take, split over stages by their speed, than if all stages had the fastest device."""
         if self.cluster.uniform:
             return 1.0
         kinds = {d.name: self.times(s, d).of("layer", "none") for d in self.devices(s)}

@@ -230,7 +230,7 @@ class StagePartitioner:
         return tuple(point.way for point in self.layer_times.front(self.measure.ways, self.work.layer))
 
     def _left_to_host(self, layers: int) -> int:
-        """Of so many layers those that the host keeps before any is recomputed. Weight gradients that are put off would read them later still."""
+        """Of so many layers those that the host keeps before any is recomputed. Weight gradients that are deferred would read them later still."""
         if not self.measure.host or self.setting.pipeline.defers_weights:
             return 0
         return int(self.layer_times.free(self.work.layer) * layers)

@@ -4,7 +4,7 @@ Stages: let c_i(n) be the time of one micro-batch on stage i with n layers, c_i(
 the first and the head on the last stage and l_i a layer on the devices of stage i. The step of a pipeline follows its slowest
 stage, so `partition` minimises that over what fits. First and last stage may hold no layer.
 
-Copies: a copy of speed v takes v / sum(v) of the samples; they are dealt out so that the slowest copy is soonest done.
+Copies: a copy of speed v takes v / sum(v) of the samples; they are split so that the slowest copy is soonest done.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def odd_of(sizes: Iterable[int]) -> int:
 
 
 def split_weight(ops: Iterable[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """The backward split into two: what the previous stage waits for, and weight gradients that may be put off."""
+    """The backward split into two: what the previous stage waits for, and weight gradients that may be deferred."""
     early, late = list[Op](), list[Op]()
     for op in ops:
         (late if isinstance(op, Gemm) and op.weight and op.name.endswith("weight gradient") else early).append(op)

@@ -115,7 +115,7 @@ class Board:
         )
 
     def post_final_message(self, text: str) -> None:
-        """Leave the one message for the launcher; the first to speak is heard."""
+        """Leave the one message for the launcher; the first one stays."""
         at, room = WORDS
         if not self.pages[0][at]:
             words = text.encode()[: room - 1]

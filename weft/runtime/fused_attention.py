@@ -91,7 +91,7 @@ def _cudnn_backward(
 
 
 def _by_cudnn(q: Tensor, k: Tensor, causal: bool, masked: bool = False) -> bool:
-    """Whether cuDNN's kernels are the quick ones: for half precision, from Hopper on."""
+    """Whether cuDNN's kernels are the fast ones: for half precision, from Hopper on."""
     if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (9, 0) or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return _cudnn_has(tuple(q.shape[1:]), tuple(k.shape[1:]), q.dtype, q.device, causal, masked)

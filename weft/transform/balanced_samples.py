@@ -1,4 +1,4 @@
-"""Samples of a dynamic model balanced over ranks: each runs those that are dealt to it by predicted time, whichever rank's rows they are.
+"""Samples of a dynamic model balanced over ranks: each runs those that are assigned to it by predicted time, whichever rank's rows they are.
 
 Where samples are sharded over an axis, all its ranks gather the graphs, a few numbers each, and take hands instead; the roots' rows, summed,
 go back to the ranks they belong to. Along an axis that has every sample on every rank (tp), ranks share the work the same.
@@ -18,7 +18,7 @@ from weft.plan.place import rebuilt
 
 
 def balance_samples(p: Program) -> Program:
-    """The placed program with the samples of dynamic models dealt to the ranks; one without such models is itself."""
+    """The placed program with the samples of dynamic models split over the ranks; one without such models is itself."""
     if not any(n.op is rounds for n in p.nodes):
         return p
     home: dict[Node, list[Layout]] = {}

@@ -101,7 +101,7 @@ class Instance:
 
 @dataclass
 class Blocks:
-    """Hears module calls and answers those it has traced before."""
+    """Intercepts module calls and answers those it has traced before."""
 
     recorder: Recorder
     isomorphic: dict[nn.Module, list[nn.Module]]

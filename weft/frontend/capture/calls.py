@@ -1,4 +1,4 @@
-"""Calls of modules as a trace hears them: where each stands in the program, so that one can be taken out of it and run by itself."""
+"""Calls of modules as a trace records them: where each stands in the program, so that one can be taken out of it and run by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlexAttention, heard as attention under the mask that its mask_mod says, whoever imported the function and under whatever name.
+"""FlexAttention, captured as attention under the mask that its mask_mod says, whoever imported the function and under whatever name.
 
 torch runs it through a compiler of its own and trains it on GPUs alone. Here it is a mask as any other: causal parts are recognised, and
 the rest (documents, prefixes) is a value of the program, so it trains under every plan on every device.

@@ -56,7 +56,7 @@ def views(*names: str) -> Callable[[Any], Any]:
 
 
 def function(*functions: Any, tensors: bool = False) -> Callable[[Handler], Handler]:
-    """Register a torch function to be heard above ATen, on nodes; with `tensors`, on the traced tensors themselves."""
+    """Register a torch function to be intercepted before it falls apart into ATen, on nodes; with `tensors`, on the traced tensors themselves."""
 
     def add(handler: Handler) -> Handler:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
@@ -68,7 +68,7 @@ def function(*functions: Any, tensors: bool = False) -> Callable[[Handler], Hand
 
 
 def register_lowering(op: Any) -> Callable[[Handler], Handler]:
-    """Teach capture a torch op: `handler(*args)` takes nodes and gives nodes of weft ops."""
+    """Register the lowering of a torch op: `handler(*args)` takes nodes and gives nodes of weft ops."""
 
     def add(handler: Handler) -> Handler:
         table = ATEN if isinstance(op, torch._ops.OpOverload) else FUNCTIONS

@@ -2,8 +2,8 @@
 
 Its gradient need not be that of what it computes (a straight-through estimator, a gradient reversed), so weft's vjps would
 be wrong for it. It is a node whose vjp is its own backward, traced once, and so is a value whose gradient a hook changes. For functions that
-write in place, and for old hooks, torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op heard
-above ATen enters autograd as one function, whose backward is weft's vjp.
+write in place, and for old hooks, torch's autograd runs under the trace: ATen's backward ops are traced like the forward ones, and an op intercepted
+as a torch function enters autograd as one function, whose backward is weft's vjp.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class Handle:
 
 
 def mirror_hooks(p: Tensor, traced: Tensor) -> None:
-    """Let the hooks of a parameter hear what stands for it; torch calls them with its gradient."""
+    """Give the hooks of a parameter what stands for it; torch calls them with its gradient."""
     for hook in (p._backward_hooks or {}).values():
         Tensor.register_hook(traced, hook)
 
@@ -334,7 +334,7 @@ def refuse_graph(what: str) -> CaptureError:
 
 
 def require_no_node_hooks(model: nn.Module) -> None:
-    """Refuse hooks on the nodes that accumulate gradients, as register_multi_grad_hook puts them there: no trace hears of them."""
+    """Refuse hooks on the nodes that accumulate gradients, as register_multi_grad_hook puts them there: no trace sees them."""
     moving = {id(p): n for n, p in model.named_parameters() if p.requires_grad and p.is_leaf and not p.is_meta and not hasattr(p, "to_local")}
     alive = [n for n, p in model.named_parameters() if id(p) in moving and _accumulator_lives(p)]
     if not alive:

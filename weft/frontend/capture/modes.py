@@ -1,4 +1,4 @@
-"""Where torch calls are heard: above ATen for ops that must stay in one piece, at ATen for all the rest; `handlers` has what is done with them."""
+"""Where torch calls are intercepted: as torch functions for ops that must stay in one piece, at ATen for the rest; `handlers` has what is done with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Above(TorchFunctionMode):
-    """Hears torch functions before they fall apart into ATen."""
+    """Intercepts torch functions before they fall apart into ATen."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Above(TorchFunctionMode):
             raise
 
     def _inside(self, func: Any) -> Any:
-        """A function that torch writes in Python is followed into: what it calls is heard too."""
+        """A function that torch writes in Python is followed into: what it calls is intercepted too."""
         if not inspect.isfunction(func) or func.__module__ not in _WRITTEN_IN_PYTHON or func in self.inside:
             return func
         body = _body(func)
@@ -99,7 +99,7 @@ _UNASKED = {f"has_torch_function{kind}": lambda *_: False for kind in ("", "_una
 
 @functools.cache
 def _body(func: Any) -> Any:
-    """The function without its first question, whether someone hears it: the answer was yes, and it is being heard."""
+    """The function without its first question, whether someone intercepts it: the answer was yes, and it is being intercepted."""
     body = types.FunctionType(func.__code__, {**func.__globals__, **_UNASKED}, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
@@ -167,7 +167,7 @@ def _counts(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class AtenMode(TorchDispatchMode):
-    """Hears ATen ops and keeps fake tensors and nodes in step."""
+    """Intercepts ATen ops and keeps fake tensors and nodes in step."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ def _lying(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 @contextmanager
 def listening_to_torch(recorder: Recorder) -> Iterator[None]:
-    """Inside, every torch call on traced tensors is heard."""
+    """Inside, every torch call on traced tensors is intercepted."""
     with recorder.fake, AtenMode(recorder), Above(recorder), norms_of_full_batch():
         yield
 

@@ -1,7 +1,7 @@
 """Mixed precision: autocast, by the lists torch uses on GPUs.
 
 Capture runs on the CPU, whatever device the user's `torch.autocast` names: entering it turns autocast on for the CPU, so
-ATen ops cast as torch casts them there. Ops heard above ATen cast their own operands: matmuls, convolutions and
+ATen ops cast as torch casts them there. Ops intercepted as torch functions cast their own operands: matmuls, convolutions and
 attention to the low dtype, losses, norms and softmax to float32. Parameters stay as they are and the cast is in the
 program, so state is float32 and what is communicated in which dtype is visible.
 """

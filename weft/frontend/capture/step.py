@@ -95,17 +95,17 @@ class Captured:
         return all(bool(evaluate(question, settings)) == answer for question, answer in self.guards.items())
 
     def report(self) -> str:
-        """What a user should know: ops weft does not know, with the lines that would teach them, and what was assumed."""
+        """What a user should know: ops weft does not know, with the lines that would register them, and what was assumed."""
         notes = [f"assumed: {what}" for what in self.assumed]
         for target, lines in self.opaque.items():
             places = ", ".join(dict.fromkeys(line for line in lines if line)) or "the model"
-            notes.append(f"{target} has no entry: it stays replicated on every rank ({len(lines)} times, {places}). To teach it:")
+            notes.append(f"{target} has no entry: it stays replicated on every rank ({len(lines)} times, {places}). To register it:")
             notes.append(lesson(target))
         return "\n".join(notes)
 
 
 def lesson(target: str) -> str:
-    """The lines that teach weft a torch op."""
+    """The lines that register the lowering of a torch op."""
     name = target.split(".")[1]
     return f"""
     import torch, weft

@@ -76,7 +76,7 @@ def _pass(problem: Problem) -> Reduced:
 
 
 class _Usage:
-    """What the nodes of a settled graph use beyond the least they can, at times that could overrun; and the steps it allows."""
+    """What the nodes of a propagated graph use beyond the least they can, at times that could overrun; and the steps it allows."""
 
     def __init__(self, g: Graph) -> None:
         self.g = g

@@ -1,4 +1,4 @@
-"""Attention, heard above ATen: torch would choose an op by device, mask and dropout."""
+"""Attention, intercepted as a torch function: torch would choose an op by device, mask and dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax, norms, losses and dropout, heard above ATen so that each stays one op."""
+"""Softmax, norms, losses and dropout, intercepted as torch functions so that each stays one op."""
 
 from __future__ import annotations
 
