@@ -63,7 +63,7 @@ def test_losses_equal_one_process(plan: str, world: int, tmp_path: Path) -> None
         step = parallelize(m, loss, adamw(m), batch(0), plan=plan)
         torch.testing.assert_close([float(step(batch(i))) for i in range(3)], want, rtol=1e-9, atol=1e-9)
         parts = step.micro_batches
-        programs = [step.program] if parts is None else [p for s in parts.line.stages for p in s.phases]
+        programs = [step.program] if parts is None else [p for s in parts.pipeline.stages for p in s.phases]
         groups = [g for p in programs for g in overlapped(p)]
         assert ("matmul", "reduce_scatter" if "sp" in plan.split(",") else "all_reduce") in groups
         assert ("all_gather", "matmul") in groups or "sp" not in plan.split(",")

@@ -187,7 +187,7 @@ def test_stages_hold_their_tensors_as_planned(folder: Path, tmp_path: Path) -> N
 
     def job(rank: int) -> None:
         got, step = weft_losses(folder, "stages.json", torch.float64)
-        assert [{n.split(".")[1] for n in s.forward.input_names if n.startswith("param.")} for s in step.micro_batches.split.cut] == [{"0"}, {"2", "4"}]
+        assert [{n.split(".")[1] for n in s.forward.input_names if n.startswith("param.")} for s in step.micro_batches.split.plain] == [{"0"}, {"2", "4"}]
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
         assert held(step) == planned(folder) and step.plan.pp == 2 and step.plan.micro_batches == 2
 

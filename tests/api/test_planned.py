@@ -125,7 +125,7 @@ def parts_held(step: Any, stage: int) -> set[tuple[int, str]]:
 
 def ops_again(step: Any, stage: int) -> Counter[str]:
     """How many attentions and activations of a stage run in the backward pass, beyond those of the forward pass."""
-    return counted(step.micro_batches.line.stages[stage].unsplit[1]) - counted(step.micro_batches.split.cut[stage].forward)
+    return counted(step.micro_batches.pipeline.stages[stage].unsplit[1]) - counted(step.micro_batches.split.plain[stage].forward)
 
 
 def counted(program: Any, *names: str) -> Counter[str]:

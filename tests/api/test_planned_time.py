@@ -97,7 +97,7 @@ def simulated(step: Any) -> float:
     """What the simulator says of the programs that a step has."""
     where = with_doubles(cluster(WHERE))
     if step.micro_batches is not None:
-        return staged(step.micro_batches.line, step.plan, where).seen.step_ms
+        return staged(step.micro_batches.pipeline, step.plan, where).seen.step_ms
     return predict(step.program, where).step_ms
 
 

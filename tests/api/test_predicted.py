@@ -47,7 +47,7 @@ def test_a_plan_is_predicted_as_its_step_is(name: str, least: int, tmp_path: Pat
         for plan, ms in plans.items():
             w = zoo.small(name)
             step = parallelize(w.model, w.loss, adamw(w), w.example(BATCH), plan=plan, check=False)
-            seen = staged(step.micro_batches.line, step.plan, where).seen if step.micro_batches is not None else predict(step.program, where)
+            seen = staged(step.micro_batches.pipeline, step.plan, where).seen if step.micro_batches is not None else predict(step.program, where)
             assert seen.step_ms == pytest.approx(ms, rel=1e-3), plan
 
     on_ranks(2, job, tmp_path)

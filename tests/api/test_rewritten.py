@@ -221,7 +221,7 @@ def test_micro_batches_are_rewritten_too(case: Case, axis: str, setting: dict[st
             step = made(case, str(tmp_path / "plan.json"))
         torch.testing.assert_close(losses(step, case), want, rtol=1e-8, atol=1e-8)
         assert step.plan.micro_batches == 2 and step.moves[-1].startswith(rule)
-        changed = [was_rewritten(p, case) for s in step.micro_batches.line.stages for p in s.phases]
+        changed = [was_rewritten(p, case) for s in step.micro_batches.pipeline.stages for p in s.phases]
         assert all(changed) if case.model == DLRM.model else any(changed)
         assert step.check(case.batch(9)) < 1e-8 and step.record(None, progress=False).run().rules[-1] == rule
 

@@ -4,7 +4,7 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.runtime.deduplicate import again, mark_recomputed, once_each
+from weft.runtime.deduplicate import barrier, mark_recomputed, once_each
 
 
 def _traced(f, *args):
@@ -52,7 +52,7 @@ def test_what_is_made_of_constants_alone_is_made_once():
 def test_what_is_recomputed_is_made_again_behind_inductors_own_trace():
     def f(x, w):
         first = torch.relu(x @ w)
-        (taken,) = again((x,))
+        (taken,) = barrier((x,))
         second = torch.relu(taken @ w)
         return first.sum() + (x @ w).sum(), second * 2, torch.relu(taken @ w) * 3
 

@@ -19,7 +19,7 @@ from weft.runtime.traced import _options
 
 def traced(scale: float, *, again: bool = False) -> tuple[GraphModule, torch.Tensor]:
     def f(x: torch.Tensor) -> list[torch.Tensor]:
-        (y,) = deduplicate.again((x,)) if again else (x,)
+        (y,) = deduplicate.barrier((x,)) if again else (x,)
         return [torch.sin(x) * scale, torch.sin(y) * scale]
 
     x = torch.linspace(-2, 2, 12, dtype=torch.float64)

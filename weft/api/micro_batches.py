@@ -43,19 +43,19 @@ class MicroBatches:
 
     def __init__(self, draft: Draft, like: Compiled) -> None:
         self.draft, self.plan, self.like = draft, draft.spec, like
-        self.micro, self.line, self.split = cast(Micro, draft.micro), cast(PlacedPipeline, draft.laid), cast(Stages, draft.stages)
-        require_same(f"pipeline {self.plan}", self.line.text)
+        self.micro, self.pipeline, self.split = cast(Micro, draft.micro), cast(PlacedPipeline, draft.pipeline), cast(Stages, draft.stages)
+        require_same(f"pipeline {self.plan}", self.pipeline.text)
         self.messages = Messages(self.plan.mesh.groups("pp"), like.device) if self.plan.pp > 1 else None
         order = self.plan.pipeline.orders(self.plan.pp, self.plan.micro_batches, self.plan.chunks)
-        self.runner = Runner(self.line.stages, order, like, self.messages, carried=self.alone)
-        self.spread = self.spreader(self.line.stages)
+        self.runner = Runner(self.pipeline.stages, order, like, self.messages, carried=self.alone)
+        self.spread = self.spreader(self.pipeline.stages)
         self.batch_types = self._full_batch_types()
         self.first = None if self.micro.first is None else self._before(self.micro.first)
 
     @property
     def alone(self) -> bool:
         """Whether micro-batches go by themselves: the step is not derived from the full batch's."""
-        return self.micro.whole is None
+        return self.micro.full is None
 
     @property
     def samples(self) -> int:
@@ -66,7 +66,7 @@ class MicroBatches:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
         step = self.draft.step
         found = self.draft.plan.found(step) if self.draft.plan is not None else None
-        return place_stages(step, plan, split_stages(step, plan, {}, self.split.held, found), first=self.micro.first)
+        return place_stages(step, plan, split_stages(step, plan, {}, self.split.placements, found), first=self.micro.first)
 
     def _full_batch_types(self) -> dict[str, Type]:
         """How a full batch is laid out: every micro-batch as the stages hold it, one behind the other."""
@@ -82,7 +82,7 @@ class MicroBatches:
 
     def _places(self, name: str, shape: tuple[int, ...], dim: int | None) -> Placements:
         """Placements of a tensor of a micro-batch, in the full tensor."""
-        each = {axis: p for axis, p in self.split.held.get(name, {}).items() if axis in self.plan.mesh.axes}
+        each = {axis: p for axis, p in self.split.placements.get(name, {}).items() if axis in self.plan.mesh.axes}
         size = shape[dim] // self.micro.parts if dim is not None else 0
         return {a: S(dim, size) if isinstance(p, S) and p.dim == dim and p.within is None else p for a, p in each.items()}  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ class MicroBatches:
         return Compiled(place(first, self.plan.mesh, placements), self.like.device_mesh, self.like.device)
 
     def spreader(self, stages: tuple[PlacedStage, ...]) -> Compiled | None:
-        program = spread(self.line, stages, self.like.program)
+        program = spread(self.pipeline, stages, self.like.program)
         return None if program is None else Compiled(program, self.like.device_mesh, self.like.device)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class MicroBatches:
         """What runs first, every stage and the update against what one device would run; the report of the last."""
         if self.first is not None and self.micro.first is not None:
             verified(self.micro.first, self.first.program)
-        reports = [verified(*stage.unsplit) for stage in self.line.stages]
-        return [*reports, verified(self.line.single, self.line.update)][-1]
+        reports = [verified(*stage.unsplit) for stage in self.pipeline.stages]
+        return [*reports, verified(self.pipeline.single, self.pipeline.update)][-1]
 
     def one_by_one(self, captured: Captured, batch: Any, values: Values, change: Callable[[Tensor], Tensor], seed: int) -> Values:
         """By the interpreter: the mean over the micro-batches, one after another, and the update."""
@@ -157,9 +157,9 @@ class ForwardStages:
         plan, program, like = parts.plan, captured.program, parts.like
         placements, options = input_layouts(program, plan, {})
         own = {n for n, x in program.input_names.items() if x.role is not Role.BATCH and n not in captured.constants}
-        placements |= {n: places for n, places in parts.split.held.items() if n in own}
+        placements |= {n: places for n, places in parts.split.placements.items() if n in own}
         borders: dict[str, Any] = {}
-        stages = split_like(captured, parts.split.cut)
+        stages = split_like(captured, parts.split.plain)
         placed = tuple(sorted((place_stage(s, plan, placements, options, borders) for s in stages), key=lambda s: s.number))
         order = tuple(tuple(Action("forward", c, 0) for c in range(plan.chunks)) for _ in range(plan.pp))
         self.runner = Runner(placed, order, like, parts.messages)

@@ -226,8 +226,8 @@ class _StepRequest:
         if not self.asked.check:
             return None
         case, of_parts = Case(self.model, self.loss, self.optimizer, self._how, self.device, moment), micro
-        if of_parts is not None and of_parts.whole is not None:
-            captured = of_parts.whole
+        if of_parts is not None and of_parts.full is not None:
+            captured = of_parts.full
         elif of_parts is not None:
             case, example = replace(case, loss=lambda m, b: self.loss(m, b) / of_parts.parts), micro_batch(example, 0, of_parts.parts)
         with as_before(captured.reads):

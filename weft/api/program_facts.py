@@ -57,7 +57,7 @@ def communication(program: Program) -> list[dict[str, Any]]:
 
 def model_flops(program: Program) -> float:
     """Of one step on one device: matmuls and ops kept in one piece, forward and backward."""
-    return sum(flops(n) for n in program.nodes if n.op.kind in (Kind.CONTRACT, Kind.WHOLE))
+    return sum(flops(n) for n in program.nodes if n.op.kind in (Kind.CONTRACT, Kind.COMPOSITE))
 
 
 def main_dtype(program: Program) -> str:
@@ -103,7 +103,7 @@ def split(micro_batches: int, stages: int) -> dict[str, Any]:
 def tensors_of_stages(parts: MicroBatches | None) -> list[dict[str, Any]]:
     """The tensors of a micro-batch, as the first stage that reads them holds them."""
     found: dict[str, dict[str, Any]] = {}
-    for stage in parts.line.stages if parts is not None else ():
+    for stage in parts.pipeline.stages if parts is not None else ():
         for t in tensors(stage.phases[0], {}):
             if t["role"] == "batch":
                 found.setdefault(t["name"], t)
@@ -114,7 +114,7 @@ def communication_of_stages(parts: MicroBatches) -> list[dict[str, Any]]:
     """Collectives of all stages and messages between them, in one step."""
     count: Counter[tuple[str, str]] = Counter()
     size: Counter[tuple[str, str]] = Counter()
-    many, line = parts.plan.micro_batches, parts.line
+    many, line = parts.plan.micro_batches, parts.pipeline
     for program, times in [*((p, many) for s in line.stages for p in s.phases), (line.update, 1)]:
         for c in communication(program):
             count[c["kind"], c["axis"]] += times * c["count"]

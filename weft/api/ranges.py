@@ -253,18 +253,18 @@ class Range:
         found: dict[str, Callable[[Sizes], Any]] = {"compiled": Code(self.sizes, [x["compiled"] for x in own]).at}
         if own[0]["micro_batches"] is not None:
             found["micro_batches"] = self._micro_batches([x["micro_batches"] for x in own])
-        return found | {key: explained(self.sizes, [x[key] for x in own]) for key in ("_batch_types", "_held_as")}
+        return found | {key: explained(self.sizes, [x[key] for x in own]) for key in ("_batch_types", "_state_types")}
 
     def _micro_batches(self, made: Sequence[MicroBatches]) -> Callable[[Sizes], MicroBatches]:
         """Their programs, what passes between stages, and the layouts of a full batch."""
         runners = [m.runner for m in made]
         once = {key: Code(self.sizes, [getattr(m, key) for m in made]) for key in ("first", "spread") if getattr(made[0], key) is not None}
-        turns = {g: [Code(self.sizes, [r.turns[g][k] for r in runners]) for k in range(len(of))] for g, of in runners[0].turns.items()}
+        phases = {g: [Code(self.sizes, [r.phases[g][k] for r in runners]) for k in range(len(of))] for g, of in runners[0].phases.items()}
         coming, types = explained(self.sizes, [r.coming for r in runners]), explained(self.sizes, [m.batch_types for m in made])
 
         def at(sizes: Sizes) -> MicroBatches:
             new, runner = copy.copy(made[0]), copy.copy(runners[0])
-            runner.turns, runner.coming = {g: [code.at(sizes) for code in of] for g, of in turns.items()}, coming(sizes)
+            runner.phases, runner.coming = {g: [code.at(sizes) for code in of] for g, of in phases.items()}, coming(sizes)
             new.__dict__.update({key: code.at(sizes) for key, code in once.items()}, runner=runner, batch_types=types(sizes))
             return new
 
@@ -324,7 +324,7 @@ class Ranges:
         shapes = {n: tuple(x.shape) for n, x in named_batch(example).items()}
         wide = [r for r in self.found if r.forms[0].given == self.of.given and r.has(shapes) and not self.of.exact]
         made = next((form for r in wide if (form := r.form(captured, reads, shapes)) is not None), None)
-        return made if wide and all(self.of.together.answers(made is not None, "whether compiled code fits a batch")) else None
+        return made if wide and all(self.of.rank_sync.answers(made is not None, "whether compiled code fits a batch")) else None
 
     def widen(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
         """Where this is the third size of some dims, compile for the powers of two around, so that no size between them is compiled again."""
@@ -337,9 +337,9 @@ class Ranges:
         if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
             self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): another program is compiled for it", once="shape")
             return
-        with self.of.together.telling():
+        with self.of.rank_sync.telling():
             made = self._range(step, batch, shapes, dims, forms)
-        odd = next((words for words in self.of.together.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
+        odd = next((words for words in self.of.rank_sync.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
         if isinstance(made, str) or odd:
             self.narrow.add(key)
             self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)

@@ -70,7 +70,7 @@ class Recorder:
         self.series: dict[str, list[float]] = {"ms": [], "wait_ms": [], "loss": [], "lr": [], "grad_norm": []}
         self.cluster = _cluster(step, cluster)
         parts, where = step.micro_batches, self.cluster
-        self.staged = staged(parts.line, step.plan, where) if parts is not None and where is not None else None
+        self.staged = staged(parts.pipeline, step.plan, where) if parts is not None and where is not None else None
         self.predicted = self._predict()
         self.measured: Seen | None = None
         self.alternatives = [o.data() for o in step.decision.options] if step.decision is not None else []
@@ -149,7 +149,7 @@ class Recorder:
             shown = [*verbs(program, step.source), *_checked(step)]
             return made | {"program": digest(program.text), "communication": communication(program), "verbs": [*rewrite_rules_used(step.moves), *shown]}
         shown = [*rewrite_rules_used(step.moves), split(many, step.plan.virtual_stages)]
-        return made | {"program": digest(parts.line.text), "communication": communication_of_stages(parts), "verbs": shown}
+        return made | {"program": digest(parts.pipeline.text), "communication": communication_of_stages(parts), "verbs": shown}
 
     def _predict(self) -> Seen | None:
         if self.cluster is None:
@@ -164,8 +164,8 @@ class Recorder:
         trace = timed.update
         line, causes = measured_line(self.step.program, trace, last_starts(self.step, trace))
         times = [*trace.began, trace.ended[-1]]
-        memory = [(t, float(b)) for t, b in zip(times, counted.update.held, strict=True)]
-        return Seen(trace.ended[-1] * 1e3, max(counted.update.held) / 1e9, causes, line, memory)
+        memory = [(t, float(b)) for t, b in zip(times, counted.update.bytes_in_use, strict=True)]
+        return Seen(trace.ended[-1] * 1e3, max(counted.update.bytes_in_use) / 1e9, causes, line, memory)
 
 
 def _cluster(step: Step, text: str) -> Cluster | None:

@@ -78,13 +78,13 @@ class Variants:
         self.make: Make | None = None
         self.kept: list[Form] = []
         self.ranges = Ranges(self)
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.times: Counter[str] = Counter()
         self.lifted: dict[str, tuple[Place | str, torch.dtype]] = {}
         self.unlifted: set[str] = set()
         self.settings = SettingsGuard(optimizer)
-        self.together = RankSync(run)
-        self.brought = Brought(self.together)
+        self.rank_sync = RankSync(run)
+        self.brought = Brought(self.rank_sync)
         self.own: dict[str, Tensor] = {}
         self.constants = Kept(next((p.device for p in model.parameters()), torch.device("cpu")))
         self.answers = Answers(self._of_module)
@@ -381,7 +381,7 @@ class Variants:
         )
 
     def tell(self, words: str, once: str) -> None:
-        if once not in self.told and (one_process() or dist.get_rank() == 0):
+        if once not in self.warned and (one_process() or dist.get_rank() == 0):
             print(f"weft: {words}", file=sys.stderr)
         self.warned |= {once} if once else set()
 

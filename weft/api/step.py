@@ -55,12 +55,12 @@ class Step(StepState):
 
     def __init__(self, captured: Captured, draft: Draft, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, seed: int) -> None:
         """`captured` is the step before rules rewrote it, `draft` what all passes made of it: one program or, of micro-batches, stages and the update."""
-        program = cast(Program, draft.program if draft.laid is None else draft.laid.update)
+        program = cast(Program, draft.program if draft.pipeline is None else draft.pipeline.update)
         self.captured, self.program, self.plan = captured, program, draft.spec
         self.model, self.loss, self.optimizer, self.seed = model, loss, optimizer, seed
         watch()
         self.compiled = Compiled(program, device=draft.device, donate=True)
-        self.micro_batches = MicroBatches(draft, self.compiled) if draft.laid is not None else None
+        self.micro_batches = MicroBatches(draft, self.compiled) if draft.pipeline is not None else None
         self.steps = 0
         self.grad_norm: Tensor | None = None
         self.decision: Decision | None = None
@@ -398,7 +398,7 @@ class Step(StepState):
     @property
     def _of_full_batch(self) -> Captured | None:
         """The step of a full batch as it was captured; none where micro-batches go by themselves."""
-        return self.captured if self.micro_batches is None else self.micro_batches.micro.whole
+        return self.captured if self.micro_batches is None else self.micro_batches.micro.full
 
     def _inputs(self, batch: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
         """All that a step on one device reads, changed."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # what belongs to the run, whichever program it runs
 RUNNING = frozenset({"steps", "losses", "deterministic", "recorder", "decision", "noise", "grad_norm", "forms", "seed", "model", "loss",
-                     "optimizer", "_state", "_held_as", "_missed", "_evaluations", "own", "optimizer_state", "_seen", "synced", "listeners",
+                     "optimizer", "_state", "_state_types", "_missed", "_evaluations", "own", "optimizer_state", "_seen", "synced", "listeners",
                      "_updates", "_counts"})  # fmt: skip
 
 

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passed:
-    """One pass: when it ran, and the bytes held at each of its statements."""
+    """One pass: when it ran, and the bytes in use at each of its statements."""
 
     stage: int
     action: Action
     began: float
     ended: float
-    held: list[int]
+    bytes_in_use: list[int]
 
 
 class Watch:
@@ -95,7 +95,7 @@ class Watch:
             out = step(given)
         finally:
             step._step = plain
-        memory += [b + workspace for b in trace.held]
+        memory += [b + workspace for b in trace.bytes_in_use]
         return out
 
 
@@ -205,8 +205,8 @@ def _from_every_stage(step: Step, timed: Watch, memory: Watch) -> dict[int, Stag
     own = None if any(c for a, c in coords.items() if a != "pp") else (rank, _stage_report(step, rank, timed, memory, starts))
     records: dict[int, StageRecord] = dict(part for part in from_all(own) if part is not None)
     first = min(t.zero for t in records.values())
-    together = len({t.host for t in records.values()}) == 1
-    return {r: t.later(t.zero - first) if together else t for r, t in sorted(records.items())}
+    one_host = len({t.host for t in records.values()}) == 1
+    return {r: t.later(t.zero - first) if one_host else t for r, t in sorted(records.items())}
 
 
 def _stage_report(step: Step, rank: int, timed: Watch, memory: Watch, starts: Mapping[str, float]) -> StageRecord:
@@ -216,11 +216,11 @@ def _stage_report(step: Step, rank: int, timed: Watch, memory: Watch, starts: Ma
         kind, took = p.action.kind, p.ended - p.began
         made.tasks.append((Task(pass_name(kind, p.action.micro, p.action.chunk, several), row, took, (), kind), p.began))
         made.causes[kind] = made.causes.get(kind, 0.0) + took
-        made.memory += _spread(counted.held, p.began, p.ended)
+        made.memory += _spread(counted.bytes_in_use, p.began, p.ended)
     for task, began in _update_tasks(measured_line(step.program, timed.update, starts)[0], row):
         made.tasks.append((task, timed.updating + began))
         made.causes[task.cause] = made.causes.get(task.cause, 0.0) + task.seconds
-    made.memory += _spread(memory.update.held, timed.updating, timed.ended)
+    made.memory += _spread(memory.update.bytes_in_use, timed.updating, timed.ended)
     return made
 
 

@@ -42,7 +42,7 @@ class PlacedShort:
             f"d.{name}": {a: places.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in places.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names
         }  # fmt: skip
-        placed, made = placed_with(p, named.mesh, held, options, outputs=placements)
+        placed, made = placed_with(p, named.mesh, places, options, outputs=placements)
         changes = [partial(sent_alone, axis="ep")] * s.ragged_ep + [partial(imbalanced, imbalance=s.imbalance)] * (s.imbalance > 1)
         for change in changes:
             became: dict[Node, Node] = {}

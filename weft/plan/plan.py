@@ -31,10 +31,10 @@ from weft.plan.spec import AGAIN, DECIDED, OFFLOADED, Share, Spec
 
 VERSION = 2
 TIMES = Mapped(number(0.0))
-SHARE = Record({"kind": text(), "copies": whole(1), "micro_batch": whole(1, LARGE), "micro_batches": whole(1, LARGE)})
-MOVE = Record({"rule": text(), "op": text(), "at": whole(), "way": whole(), "places": whole(), "forward": flag})
-LIMITS = Record({"max_tp": whole(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
-_KIND_OF = {bool: flag, int: whole(0, LARGE), float: number(1.0, LARGE)}
+SHARE = Record({"kind": text(), "copies": integer(1), "micro_batch": integer(1, LARGE), "micro_batches": integer(1, LARGE)})
+MOVE = Record({"rule": text(), "op": text(), "at": integer(), "way": integer(), "places": integer(), "forward": flag})
+LIMITS = Record({"max_tp": integer(), "memory_gb": number(0.0), "pins": Mapped(text(), most=100), "layouts": Listed(text())}, ("layouts",))
+_KIND_OF = {bool: flag, int: integer(0, LARGE), float: number(1.0, LARGE)}
 KINDS = {f.name: _KIND_OF.get(type(f.default), text()) for f in fields(Setting)}
 NEW = ("imbalance",)  # what files of earlier versions lack
 MADE_FOR = tuple(f.name for f in fields(Setting) if f not in fields(Spec))
@@ -67,8 +67,8 @@ _FROM = {
 }  # fmt: skip
 SCHEMA = Record({**_FROM, "spec": Record(_SPEC, tuple(_SPEC)), "given": Record({k: KINDS[k] for k in MADE_FOR}, NEW), "predicted": PREDICTED})
 OF_BEFORE = Record({
-    **_FROM, "setting": Record(_BEFORE, NEW), "foreseen": PREDICTED, "layers": Listed(whole(), most=4096), "shares": Listed(SHARE, most=4096), "stages": STAGES,
-})  # fmt: skip
+    **_FROM, "setting": Record(_BEFORE, NEW), "foreseen": PREDICTED, "layers": Listed(integer(), most=4096), "shares": Listed(SHARE, most=4096),
+    "stages": STAGES, })  # fmt: skip
 ZERO = ("everything replicated", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 

@@ -86,7 +86,7 @@ class ReadValues:
 
     def keep(self) -> bool:
         """Give values to what the trace left and depends on no input; whether there is any, and nothing else of the trace is left."""
-        named = {id(c.place.box.whole) for c in self.left if c.place is not None and isinstance(c.place.box, Contents)}
+        named = {id(c.place.box.full) for c in self.left if c.place is not None and isinstance(c.place.box, Contents)}
         inside = [(full, copy, words) for full, copy, words in self.wholes if id(full) not in named and holds_traced(full)]
         left = [*self.left, *(Change(words, copy, copied(full), Place(Contents(full), 0, copy, words)) for full, copy, words in inside)]
         if self.kept is None or not any(holds_traced(c.now) for c in left):
