@@ -187,7 +187,7 @@ def _sparse(d: Draft) -> Draft:
 
 def _place(d: Draft) -> Draft:
     if d.stages is not None and d.micro is not None:
-        return replace(d, laid=place_stages(d.step, d.spec, d.stages, d.guard, d.micro.first))
+        return replace(d, pipeline=place_stages(d.step, d.spec, d.stages, d.guard, d.micro.first))
     followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
     if followed is not None:
         return replace(d, program=followed)

@@ -160,7 +160,7 @@ def library_call(
         return None
     if n.op is put_op and (run := local_rows(n.args[2], at)):
         full = len(run) == n.args[2].shape[0]
-        return f"quick.put_{'all' if full else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if full else run})"
+        return f"library.put_{'all' if full else 'run'}({args[0]}, {args[1]}, dim={n.attr('dim')}, rows={len(run) if full else run})"
     attrs: dict[str, object] = {k: v for k, v in n.attrs if k not in ("sign", "written_out", "sent", "imbalance")} | ({"own": own} if n.op is adam else {})
     if n.op is to_host and fetches:
         attrs["site"] = next(_SITES)
