@@ -36,7 +36,7 @@ class ExternalWrites:
         self.model = weakref.ref(model)
         self._look()
         self.times = 0  # that other values were put there
-        self.trained = 0  # that a step trained
+        self.steps = 0  # that a step trained
         self.last: weakref.ref[Any] | None = None  # the step that did
         self.remember()
 
@@ -59,11 +59,11 @@ class ExternalWrites:
     @property
     def now(self) -> tuple[int, int]:
         """What steps compare, to see whether the module is as they know it."""
-        return self.times, self.trained
+        return self.times, self.steps
 
     def trained(self, step: Any) -> None:
         """A step of the module has taken one: it has newer values than the module."""
-        self.trained, self.last = self.trained + 1, weakref.ref(step)
+        self.steps, self.last = self.steps + 1, weakref.ref(step)
 
     def trained_by(self) -> Any:
         """The step that was the last to take one, if it is still there."""
