@@ -279,7 +279,7 @@ class Range:
             made = {key: at(sizes) for key, at in self.parts.items()}
         except Unexplained:
             return None
-        types = made["_held_as"]
+        types = made["_state_types"]
         state = {n: made["compiled"].part(x, types[n].layout) for n, x in captured.constants.items() if n in types}
         own = {"captured": captured, "traced": captured.program, "reads": reads, "_state": state, "verified": None, "unjudged": None}
         return dataclasses.replace(base, program=captured.program, reads=reads, attributes={**base.attributes, **made, **own}, unjudged=None, ranged=True)

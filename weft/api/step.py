@@ -108,7 +108,7 @@ class Step(StepState):
         return out
 
     def _local(self, name: str, value: Tensor) -> Tensor:
-        return self.compiled.part(value, self._held_as[name].layout)
+        return self.compiled.part(value, self._state_types[name].layout)
 
     # -- running ---------------------------------------------------------------------------------------------------------------
 

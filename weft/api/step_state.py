@@ -105,7 +105,7 @@ class StepState:
                 try_="load the same file on every rank",
             )
         for name in [n for n in written if n in self._state]:
-            self._state[name] = self.compiled.part(written[name].detach(), self._held_as[name].layout).clone()
+            self._state[name] = self.compiled.part(written[name].detach(), self._state_types[name].layout).clone()
         self.remember(synced=True)
 
     def _require_newest(self) -> None:
@@ -209,7 +209,7 @@ class StepState:
             now = place.now()
             if name in self._state and (now is not place.value or now._version != self._versions.get(name)):
                 real = torch.view_as_real(now.detach().resolve_conj()) if now.is_complex() else now.detach()
-                self._state[name] = self.compiled.part(real, self._held_as[name].layout).clone()
+                self._state[name] = self.compiled.part(real, self._state_types[name].layout).clone()
                 place.value, self._versions[name] = now, now._version
 
     def lifted(self, batch: Any) -> dict[str, Tensor]:
