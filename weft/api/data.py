@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from weft import interp
+from weft.api.documents import balanced
 from weft.api.rank_sync import RankSync, one_process
 from weft.core.errors import RuntimeFault
 from weft.core.layout import Layout, Mesh, S
@@ -27,18 +28,18 @@ class Rows(Sampler[list[int]]):
     """The rows of every batch, from batch `start` on, epoch after epoch without end; for `DataLoader(..., batch_sampler=)`.
 
     Batch k of a run depends on the seed and k alone. What does not fill a batch at the end of an epoch is a smaller one, or left out with
-    `drop_last`. `mine` gives this rank's rows of a batch of so many.
+    `drop_last`. `mine` gives this rank's rows of a batch of so many; by the `work` of samples, where it is given, those of a batch are put in `api.documents`' order.
     """
 
     def __init__(
         self, samples: int, batch: int, mine: Callable[[int], Tensor], *,
-        shuffle: bool = True, seed: int = 0, start: int = 0, drop_last: bool = False,
+        shuffle: bool = True, seed: int = 0, start: int = 0, drop_last: bool = False, work: Tensor | None = None,
     ) -> None:  # fmt: skip
         if samples < (batch if drop_last else 1):
             needed = f"{batch} samples or more" if drop_last else "samples"
             raise RuntimeFault("the data set is smaller than a batch", needed=needed, found=str(samples), try_="a smaller batch")
         self.samples, self.batch, self.mine, self.drop_last = samples, batch, mine, drop_last
-        self.shuffle, self.seed, self.start = shuffle, seed, start
+        self.shuffle, self.seed, self.start, self.work = shuffle, seed, start, work
 
     def __iter__(self) -> Iterator[list[int]]:
         per_epoch, k = self.samples // self.batch if self.drop_last else -(-self.samples // self.batch), self.start
@@ -49,6 +50,7 @@ class Rows(Sampler[list[int]]):
                 order = self._order(epoch)
             at = k % per_epoch * self.batch
             rows = order[at : at + self.batch]
+            rows = rows if self.work is None else rows[balanced(self.work[rows])]
             yield rows[self.mine(len(rows))].tolist()
             k += 1
 

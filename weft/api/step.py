@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
 from weft.api.data import Rows, part_of_batch, rows_of
 from weft.api.deviation import moved
+from weft.api.documents import work_of
 from weft.api.eager import How
 from weft.api.evaluation import Evaluation
 from weft.api.external_writes import OptimizerState, own_of
@@ -188,15 +189,19 @@ class Step(StepState):
             )
         return part
 
-    def rows(self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Rows:
+    def rows(
+        self, samples: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, documents: Sequence[Iterable[int]] | None = None
+    ) -> Rows:
         """This rank's rows of every batch of a data set, from the step reached on: `DataLoader(data, batch_sampler=step.rows(len(data)))`; all
-        rows in micro-batches, which take full batches."""
+        rows in micro-batches, which take full batches. `documents` are the lengths of the documents packed into each sample: then ranks and
+        micro-batches get samples of about as many flops."""
         if self.micro_batches is not None:
             size, mine = self.micro_batches.samples, torch.arange
         else:
             type_ = next(t for t in self._batch_types.values() if t.shape)
             size, mine = type_.shape[0], functools.partial(rows_of, type_, self.compiled.coords)
-        return Rows(samples, size, mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last)
+        work = work_of(self.traced, documents, samples) if documents is not None else None
+        return Rows(samples, size, mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last, work=work)
 
     @property
     def shapes(self) -> str:
