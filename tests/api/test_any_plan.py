@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import weft_zoo as zoo
 from tests.api.ranks import on_ranks
-from weft import passes
+from weft import Mesh, passes
 from weft.api.parallelize import parallelize
 from weft.cli import app
 from weft.cluster.spec import cluster
@@ -22,8 +22,10 @@ from weft.core.errors import PlanError
 from weft.core.pairs import pairs
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
-from weft.ops.leaves import tree
-from weft.ops.registry import Kind, flops
+from weft.frontend.trace import tensor, trace
+from weft.interp import run_global
+from weft.ops.leaves import by_leaves, tree
+from weft.ops.registry import Kind, Local, flops
 from weft.passes import Draft
 from weft.plan.spec import Spec
 from weft.transform.any_plan import require_any_plan
@@ -51,7 +53,32 @@ def of_zoo(name: str, **sizes: Any) -> tuple[nn.Module, Any, list[Any]]:
     return w.model, w.loss, [w.example(8, seed=i) for i in range(3)]
 
 
-MODELS = {"mlp with dropout": of_mlp, "llama": lambda: of_zoo("llama3-8b"), "gpt2": lambda: of_zoo("gpt2")}
+def of_transformers(name: str, **sizes: Any) -> tuple[nn.Module, Any, list[Any]]:
+    """Sizes whose leaves are of one row or column: their strides and alignment differ from plan to plan."""
+    t = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    odd = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    model = t.AutoModelForCausalLM.from_config(getattr(t, f"{name}Config")(**odd, **sizes, pad_token_id=0))
+    batches = [torch.randint(2, 37, (8, 11), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    return model, lambda m, x: F.cross_entropy(m(input_ids=x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()), batches
+
+
+def of_convolutions() -> tuple[nn.Module, Any, list[Any]]:
+    """Libraries choose the code of a convolution by its channels."""
+    torch.manual_seed(0)
+    convolved = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.MaxPool2d(2))
+    model = nn.Sequential(convolved, nn.Flatten(), nn.Linear(72, 13), nn.GELU(), nn.Linear(13, 5))
+    drawn = [torch.Generator().manual_seed(i) for i in range(3)]
+    batches = [(torch.randn(8, 3, 8, 8, generator=g), torch.randint(0, 5, (8,), generator=g)) for g in drawn]
+    return model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches
+
+
+EXPERTS = {"intermediate_size": 10, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "experts_implementation": "eager"}
+MODELS = {
+    "mlp with dropout": of_mlp, "llama": lambda: of_zoo("llama3-8b"), "gpt2": lambda: of_zoo("gpt2"),
+    "odd llama": lambda: of_transformers("Llama", intermediate_size=22), "mixtral": lambda: of_transformers("Mixtral", **EXPERTS),
+    "convolutions": of_convolutions,
+}  # fmt: skip
 
 
 def trained(name: str, plan: str, deterministic: Any = "any plan", **more: Any) -> list[Tensor]:
@@ -127,6 +154,27 @@ def test_what_sums_in_another_order_is_refused() -> None:
     for words in ("cp2", "tp2,sp", "pp2"):
         with pytest.raises(PlanError, match="any plan"):
             require_any_plan(Spec.parse(words))
+
+
+@pytest.mark.parametrize("sizes", [(1, 13, 5), (11, 11, 1), (1, 33, 65), (8, 24, 24)])
+def test_a_leaf_has_the_same_bits_wherever_it_lies(sizes: tuple[int, int, int]) -> None:
+    """Of matrices in a larger one, at any alignment."""
+    m, k, n = sizes
+    x, y = torch.randn(m, k), torch.randn(n, k)
+    mesh, given = Mesh(dp=1), {"x": tensor("f32", m, k), "y": tensor("f32", n, k)}
+    p = trace(lambda x, y: by_leaves(x, y, inner="einsum", equation="ik,nk->in", leaves=()), mesh, **given)
+    ((_, node),) = p.outputs
+
+    def at(value: Tensor, offset: int, more: int) -> Tensor:
+        full = torch.zeros(offset + len(value) * (value.shape[1] + more))
+        part = full[offset:].view(len(value), -1)[:, : value.shape[1]]
+        part.copy_(value)
+        return part
+
+    ((_, want),) = run_global(p, {"x": x, "y": y}).items()
+    ways = [node.op.local(Local(node, {"dp": 0}), at(x, i, j), at(y, j, i), **dict(node.attrs)) for i in range(0, 16, 3) for j in range(0, 8, 3)]
+    torch.testing.assert_close(ways[0], want)
+    assert all(torch.equal(way, ways[0]) for way in ways)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 8, 12, 96, 67])

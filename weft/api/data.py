@@ -28,7 +28,8 @@ class Rows(Sampler[list[int]]):
     """The rows of every batch, from batch `start` on, epoch after epoch without end; for `DataLoader(..., batch_sampler=)`.
 
     Batch k of a run depends on the seed and k alone. What does not fill a batch at the end of an epoch is a smaller one, or left out with
-    `drop_last`. `mine` gives this rank's rows of a batch of so many; by the `work` of samples, where it is given, those of a batch are put in `api.documents`' order.
+    `drop_last`. `mine` gives this rank's rows of a batch of so many. Where the `work` of samples is given, those of a batch are in the order
+    of `api.documents`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 
 from weft.core.errors import TypeMismatch
 from weft.core.layout import Dim, Mesh
-from weft.core.node import Attrs, Node, Type, make, op_named, user_line
+from weft.core.node import Attrs, Node, Op, Type, make, op_named, user_line
 from weft.core.pairs import pairs
 from weft.ops.reduce import norm_dims, sum_
 from weft.ops.registry import ONE, Equation, Kind, Linear, Local, Types, define, flops, memory_traffic, nbytes
@@ -77,11 +77,16 @@ def _infer(types: Types, attrs: Attrs) -> Type | Types:
     for labels, t in zip(eq.ins, types, strict=True):
         for label, dim in zip(labels, t.layout.dims, strict=True):
             kept = all(label in out for out in eq.outs)
-            strict = label in leaf or not kept or op.kind is Kind.CONTRACT  # other rows are computed each by itself
+            strict = label in leaf or not kept or multiplies(op)  # other rows are computed each by itself
             if strict and any(a.axes for a in dim) and not in_leaves(dim, leaf.get(label, 0), kept, t.mesh):
                 needed = f"shards of dim {label!r} of entire leaves" + (f" of {leaf[label]}" if label in leaf else "")
                 raise TypeMismatch(f"{op.name} is not sharded between leaves", needed=needed, found=str(t), where=user_line())
     return op.infer(types, _inner(attrs))  # type: ignore[no-any-return]
+
+
+def multiplies(op: Op) -> bool:
+    """Whether it sums products of two operands, as matmuls and convolutions do, for several rows at once by code that their number chooses."""
+    return op.kind is Kind.CONTRACT or op.kind is Kind.COMPOSITE and op.linear is Linear.EACH
 
 
 def in_leaves(dim: Dim, leaf: int, kept: bool, mesh: Mesh) -> bool:
@@ -130,7 +135,7 @@ def _local(ctx: Local, *xs: torch.Tensor, inner: str, leaves: Sequence[tuple[str
 
     def run(spans: dict[str, Span], waiting: Sequence[tuple[str, int]]) -> tuple[torch.Tensor, ...]:
         if not waiting:
-            parts = [_narrow(x, labels, spans).contiguous() for x, labels in zip(xs, eq.ins, strict=True)]
+            parts = [_copied(_narrow(x, labels, spans)) for x, labels in zip(xs, eq.ins, strict=True)]
             made = op.run(*parts, **attrs) if op.local is None else op.local(_Leaf(ctx.node, ctx.coords, eq, spans), *parts, **attrs)
             return made if isinstance(made, tuple) else (made,)
         label, leaf = waiting[0]
@@ -166,7 +171,7 @@ def _matmul(x: torch.Tensor, y: torch.Tensor, eq: Equation, leaf: Mapping[str, i
     summed, left, right = [c for c in a if c not in out], [c for c in a if c in out], [c for c in b if c in out]
     rows = [_matrices(r, len(left) - 1, leaf.get(summed[0], 0)) for r in _cut(x.permute([a.index(c) for c in (*left, *summed)]), leaf.get(left[0], 0))]
     y = y.permute([b.index(c) for c in (*right, *summed)])
-    columns = [[m.t().contiguous() for m in _matrices(c, len(right) - 1, leaf.get(summed[0], 0))] for c in _cut(y, leaf.get(right[0], 0))]
+    columns = [[_copied(m.t()) for m in _matrices(c, len(right) - 1, leaf.get(summed[0], 0))] for c in _cut(y, leaf.get(right[0], 0))]
     made = torch.cat([torch.cat([pairs([torch.mm(m, n) for m, n in zip(r, c, strict=True)]) for c in columns], 1) for r in rows])
     sizes = [dict(zip((*a, *b), (*x.shape, *y.permute([(*right, *summed).index(c) for c in b]).shape), strict=True))[c] for c in (*left, *right)]
     return made.reshape(sizes).permute([(*left, *right).index(c) for c in out])
@@ -178,7 +183,12 @@ def _cut(x: torch.Tensor, leaf: int, dim: int = 0) -> Sequence[torch.Tensor]:
 
 def _matrices(x: torch.Tensor, more: int, leaf: int) -> list[torch.Tensor]:
     """[rows ..., summed ...] as matrices, one for each leaf of the first summed dim; `more` dims of rows come after the first."""
-    return [m.reshape(math.prod(m.shape[: more + 1]), -1).contiguous() for m in _cut(x, leaf, more + 1)]
+    return [_copied(m.reshape(math.prod(m.shape[: more + 1]), -1)) for m in _cut(x, leaf, more + 1)]
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """In memory of its own: a library chooses its kernel, and so the bits, by strides, also those of dims of one element, and by alignment."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _pieces(node: Node) -> tuple[Node, dict[str, int], int]:
@@ -208,4 +218,4 @@ by_leaves = define(
     doc="another op, computed leaf by leaf: what it multiplies and sums is in an order that no layout changes",
 )
 
-__all__ = ["by_leaves", "in_leaves", "tree", "tree_sum"]
+__all__ = ["by_leaves", "in_leaves", "multiplies", "tree", "tree_sum"]

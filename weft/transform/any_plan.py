@@ -15,7 +15,7 @@ from weft.core.layout import P
 from weft.core.node import Node, make, op_named
 from weft.core.program import Program
 from weft.ops.comm import all_gather, all_reduce, reduce_scatter, reshard, slice_
-from weft.ops.leaves import by_leaves, in_leaves, tree_sum
+from weft.ops.leaves import by_leaves, in_leaves, multiplies, tree_sum
 from weft.ops.reduce import norm_dims, sum_
 from weft.ops.registry import ONE, Equation, Kind, equation_of
 from weft.plan.place import rebuilt
@@ -96,7 +96,7 @@ def _leaf(size: int, kept: bool) -> int:
 
 def _fits(n: Node, eq: Equation, a: Node, label: str, d: int) -> bool:
     kept = all(label in out for out in eq.outs)
-    free = kept and n.op.kind is not Kind.CONTRACT and label not in dict(_leaves(n, eq))
+    free = kept and not multiplies(n.op) and label not in dict(_leaves(n, eq))
     return free or in_leaves(a.layout.dims[d], dict(_leaves(n, eq)).get(label, 0), kept, a.mesh)
 
 
@@ -120,9 +120,9 @@ def _as_placed(new: Node, n: Node) -> Node:
 
 
 def _labels(n: Node, eq: Equation) -> list[str]:
-    """Of a matmul the first dim of its rows, of its columns and of what it sums, or the dims of its batch alone; of attention batch and heads;
-    of other ops the first."""
-    if n.op.kind is not Kind.CONTRACT or len(eq.ins) != 2:
+    """Of a matmul or convolution the first dim of its rows, of its columns and of what it sums, or the dims of its batch alone; of attention batch and
+    heads; of other ops the first."""
+    if not multiplies(n.op) or len(eq.ins) != 2:
         return list(eq.ins[0][: 1 if n.op.attends is None else 2])
     (x, y), out = eq.ins, eq.outs[0]
     batch = [c for c in x if c in y and c in out]
