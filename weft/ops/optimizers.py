@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weft.core.evaluate import values_of
 from weft.core.layout import Layout, Mesh
 from weft.core.node import Attrs, Node, Type, constant, make, remade, toposort
 from weft.core.program import Program, new_program
@@ -358,15 +359,6 @@ KNOWN = (
 )
 
 
-def computes(nodes: Sequence[Node], values: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
-    """What nodes are where inputs have these values."""
-    found = dict(values)
-    for n in toposort(nodes):
-        if n not in found:
-            found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-    return [found[n] for n in nodes]
-
-
 def runs_the_same(known: Known, attrs: Mapping[str, Any], body: Body, settings: Mapping[Node, tuple[str, float]], counts: Mapping[Node, int]) -> bool:
     """Whether a body in float64 gives what the op gives: on numbers of either sign, zeros among them, in the first update and later.
 
@@ -382,7 +374,7 @@ def runs_the_same(known: Known, attrs: Mapping[str, Any], body: Body, settings: 
         g[:3] = 0
         states = [torch.rand(16, generator=random, dtype=torch.float64) + (1.0 if k == 0 else 0.0) for k in range(many - 2)]
         values = {n: torch.tensor(x, dtype=n.dtype) for n, (_, x) in settings.items()} | {n: torch.tensor(count + k, dtype=n.dtype) for n, k in counts.items()}
-        numbers = computes(body.numbers, {**values})
+        numbers = values_of(body.numbers, {**values})
         got = _run_body(p, g, *states, *numbers, body=body.text, numbers=len(numbers))
         operands = [torch.tensor(by_name[name], dtype=torch.float64) for name in given.values()]
         rate, step = torch.tensor(by_name["lr"], dtype=torch.float64), torch.tensor(count)

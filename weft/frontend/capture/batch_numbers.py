@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.errors import RuntimeFault
+from weft.core.evaluate import values_of
 from weft.core.node import Node, toposort
 
 
@@ -53,10 +54,7 @@ class BatchNumber:
     def of(self, batch: Mapping[str, Tensor], answers: Answers | None = None) -> Any:
         found = dict(self.constant_values) if answers is None or self.constant_values else answers.found
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for n in toposort([self.node]):
-                if n not in found:
-                    found[n] = _full_value(n, batch, answers) if n.op.is_input else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-            return found[self.node].item()
+            return values_of([self.node], found, lambda n: _full_value(n, batch, answers))[0].item()
 
     def holds(self, batch: Mapping[str, Tensor], answers: Answers | None = None) -> bool:
         now = self.of(batch, answers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.core.evaluate import values_of
 from weft.core.node import Node, derived, toposort, user_line
 from weft.frontend.capture.batch_numbers import BatchNumber, SharedLayer
 from weft.frontend.capture.recorder import Recorder, substituted
@@ -64,8 +65,7 @@ def value(r: Recorder, node: Node) -> Tensor | None:
         needed = [n for n in toposort([node]) if n not in found]
         small = all(math.prod(t.shape) <= ROOM for n in needed for t in n.types)
         with unheard():
-            for n in needed if small else ():
-                found[n] = n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
+            values_of([node] if small else (), found)
     return found.get(node)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.core.evaluate import values_of
 from weft.core.node import Node, toposort
 from weft.frontend.capture.values import TAG
 
@@ -61,12 +62,10 @@ class Kept:
         return self._made[id(traced)][1]
 
     def _computed(self, node: Node) -> Tensor:
-        nodes, found = toposort([node]), dict[Node, Any]()
+        nodes = toposort([node])
         if any("site" in dict(n.attrs) or any(math.prod(t.shape) > ROOM for t in n.types) for n in nodes):
             raise NotConstant
-        for n in nodes:
-            if n.op.is_input and n.attr("name") not in self.steady:
-                raise NotConstant
-            found[n] = self.steady[n.attr("name")].cpu() if n.op.is_input else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-        made: Tensor = found[node]
+        if any(n.op.is_input and n.attr("name") not in self.steady for n in nodes):
+            raise NotConstant
+        made: Tensor = values_of([node], {}, lambda n: self.steady[n.attr("name")].cpu())[0]
         return made

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from weft.core.errors import CaptureError
+from weft.core.evaluate import values_of
 from weft.core.node import Node, constant, toposort, user_line
 from weft.frontend.capture.constants import number_from_batch, through, unheard
 from weft.frontend.capture.handlers import function, to_dtype
@@ -292,11 +293,7 @@ def _decide(condition: Node) -> bool:
 def evaluate(node: Node, values: Mapping[str, Any]) -> Any:
     """A node of numbers alone, where inputs have these values."""
     with unheard():
-        found: dict[Node, Tensor] = {}
-        for n in toposort([node]):
-            given = n.op.is_input
-            found[n] = torch.as_tensor(values[n.attr("name")], dtype=n.dtype) if given else n.op.run(*(found[a] for a in n.args), **dict(n.attrs))
-        return found[node].item()
+        return values_of([node], {}, lambda n: torch.as_tensor(values[n.attr("name")], dtype=n.dtype))[0].item()
 
 
 # -- where Python would compute with them --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.autodiff import backward
 from weft.core.errors import CaptureError
+from weft.core.evaluate import values_of
 from weft.core.names import readable
 from weft.core.node import Node, constant, remade, toposort, user_line
 from weft.core.program import Program, new_program
@@ -36,7 +37,7 @@ from weft.ops import pointwise as w
 from weft.ops.custom_gradient import own_gradient
 from weft.ops.fill import full_op, zeros_like
 from weft.ops.norm import to_dtype as cast_to
-from weft.ops.optimizers import aligned, computes
+from weft.ops.optimizers import aligned
 from weft.ops.optimizers import update as update_op
 from weft.ops.source import const, input_op
 
@@ -379,11 +380,11 @@ def _begins(update: Update, state: str, p: Tensor | None) -> Any:
     inputs = [n for n in toposort([node]) if n.op is input_op]
     if inputs:
         assert p is not None
-        return computes([node], dict.fromkeys(inputs, p.detach()))[0]
+        return values_of([node], dict.fromkeys(inputs, p.detach()))[0]
     if node.op in (full_op, const) and not isinstance(node.attr("value"), str):
         value = node.attr("value")
         return None if value == 0 else torch.full((), value, dtype=node.dtype).expand(node.shape)
-    return computes([node], {})[0]
+    return values_of([node], {})[0]
 
 
 def _no_parameter(group: int, p: Tensor) -> CaptureError:
