@@ -182,6 +182,27 @@ def test_a_rank_holds_its_stage_and_no_more(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+class Draws(nn.Module):
+    """It drops values in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.dropout(self.up(x).tanh(), 0.5, training=True))
+
+
+def test_what_draws_in_evaluation_mode_draws_as_in_one_pass() -> None:
+    batch, found = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), []
+    for plan in ("dp1", "micro2"):
+        model = Draws()
+        step = parallelize(model, lambda m, x: m(x).square().mean(), adam(model), batch, plan=plan)
+        found.append([step(batch).item(), step.eval(batch).item(), step.eval(batch).item()])
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0][1] == found[0][2]
+
+
 def test_check_eval_state_and_the_model(tmp_path: Path) -> None:
     one = workload("gpt2", layers=4)
     alone = parallelize(one.model, one.loss, adam(one.model), one.example(8), plan="dp1")
