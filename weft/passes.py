@@ -150,32 +150,20 @@ def _rules(d: Draft) -> Draft:
 
 
 def _stages(d: Draft) -> Draft:
+    """State of pinned parameters follows them; inputs are laid out as the plan has them. Where the step is split and what is recomputed is as the plan
+    says or, where it leaves that open, for balance and as its words say."""
     if d.micro is None:
         return d
-    pinned = _pinned(d)
-    exact = {n: p for n, p in d.plan.input_layouts(d.step, d.spec).items() if n not in pinned} if d.plan is not None else {}
-    found = d.plan.found(d.step) if d.plan is not None else None
-    return replace(d, stages=split_stages(d.step, d.spec, pinned, exact, found))
-
-
-def split_stages(
-    captured: Captured, spec: Spec, pinned: Mapping[str, Placements], exact: Mapping[str, Placements] | None = None, found: FoundStages | None = None
-) -> Stages:
-    """The captured step of one micro-batch in the stages of a spec. State of `pinned` parameters follows them; `exact` inputs are laid out as given;
-    where the stages are split and what is recomputed is as `found`, or for balance and as the spec's words say."""
+    spec, captured, pinned = d.spec, d.step, _pinned(d)
     placements, options = input_layouts(captured.program, spec, captured.states, pinned)
-    found = found or FoundStages()
+    exact = {n: p for n, p in d.plan.input_layouts(captured, spec).items() if n not in pinned} if d.plan is not None else {}
+    found = d.plan.found(captured) if d.plan is not None else FoundStages()
     known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
     ends = found.cuts if known else chosen_ends(captured, spec.virtual_stages)
     regions = regions_of(captured, spec.again) if found.recomputed is None else found.recomputed
     stages = numbered(split(captured, spec.virtual_stages, ends, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)
-    return Stages(stages, run, {**placements, **(exact or {})}, options)
-
-
-def place_stages(captured: Captured, spec: Spec, stages: Stages, guard: bool = False, first: Program | None = None) -> PlacedPipeline:
-    """The stages placed, and the update behind them; `first` runs before them."""
-    return place_pipeline(captured, stages.run, spec, stages.placements, stages.options, guarded if guard else None, first)
+    return replace(d, stages=Stages(stages, run, {**placements, **exact}, options))
 
 
 def _sparse(d: Draft) -> Draft:
@@ -187,7 +175,8 @@ def _sparse(d: Draft) -> Draft:
 
 def _place(d: Draft) -> Draft:
     if d.stages is not None and d.micro is not None:
-        return replace(d, pipeline=place_stages(d.step, d.spec, d.stages, d.guard, d.micro.first))
+        made = d.stages
+        return replace(d, pipeline=place_pipeline(d.step, made.run, d.spec, made.placements, made.options, guarded if d.guard else None, d.micro.first))
     followed = d.plan.placed(d.step, d.pins) if d.plan is not None else None
     if followed is not None:
         return replace(d, program=followed)

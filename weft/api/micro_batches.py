@@ -5,12 +5,13 @@ every rank by itself. The state is the step's own, laid out as its update has it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from weft import interp
+from weft import interp, passes
 from weft.api.compiled import Compiled
 from weft.api.runner import Runner, Values
 from weft.api.safety import verified
@@ -23,7 +24,7 @@ from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.micro import PART, Micro, micro_batch
 from weft.ops.comm import reshard
 from weft.ops.source import input_node
-from weft.passes import Draft, Stages, place_stages, split_stages
+from weft.passes import Draft, Stages
 from weft.plan.named import input_layouts
 from weft.plan.place import Placements, place
 from weft.plan.schedules import Action
@@ -64,9 +65,7 @@ class MicroBatches:
 
     def under_plan(self, plan: Spec) -> PlacedPipeline:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""
-        step = self.draft.step
-        found = self.draft.plan.found(step) if self.draft.plan is not None else None
-        return place_stages(step, plan, split_stages(step, plan, {}, self.split.placements, found), first=self.micro.first)
+        return cast(PlacedPipeline, passes.run(replace(self.draft, spec=plan), after="rules").pipeline)
 
     def _full_batch_types(self) -> dict[str, Type]:
         """How a full batch is laid out: every micro-batch as the stages hold it, one behind the other."""

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from weft import passes
+from weft.api.planfile import Followed
 from weft.api.runner import routes
 from weft.cluster.spec import Cluster
 from weft.core.errors import CaptureError, PlanError
 from weft.cost.staged import StagedStep
 from weft.frontend.capture.micro import Micro
-from weft.passes import place_stages, split_stages
-from weft.plan.pins import Pin, resolve
-from weft.plan.sent_alone import imbalanced
+from weft.passes import Draft
+from weft.plan.pins import Pin
 from weft.plan.space import divisors
 from weft.plan.spec import Spec
 from weft.transform.pipeline import PlacedPipeline
-from weft.transform.stage_contents import FoundStages, stage_contents_of
+from weft.transform.stage_contents import stage_contents_of
 
 if TYPE_CHECKING:
     from weft.cost.timeline import Seen
@@ -30,11 +31,10 @@ from weft.plan.schedules import SCHEDULES
 MOST = 4  # micro-batches for every stage, where the batch has so many
 
 
-def staged(line: PlacedPipeline, plan: Spec, where: Cluster, imbalance: float = 1.0) -> StagedStep:
-    """Stages run in the order of a plan, as they are predicted; `imbalance` is that of experts."""
-    stages = tuple(replace(s, phases=tuple(imbalanced(p, imbalance) for p in s.phases)) for s in line.stages) if imbalance > 1 else line.stages
+def staged(line: PlacedPipeline, plan: Spec, where: Cluster) -> StagedStep:
+    """Stages run in the order of a plan, as they are predicted."""
     order = plan.pipeline.orders(plan.pp, plan.micro_batches, plan.chunks)
-    return StagedStep(stages, line.update, order, routes(stages), where)
+    return StagedStep(line.stages, line.update, order, routes(line.stages), where)
 
 
 @dataclass
@@ -64,14 +64,10 @@ class PipelinePlans:
 
     def built(self, plan: Spec, where: Cluster, pins: Sequence[Pin] = (), imbalance: float = 1.0) -> tuple[PlacedPipeline, Seen]:
         """The stages of a plan, and what is predicted of them."""
-        micro = self.step(plan.micro_batches)
-        shapes = {n: tuple(x.shape) for n, x in micro.captured.parameters.items()}
-        pieces = stage_contents_of(plan)
-        found = pieces.find(micro.captured) if pieces is not None else FoundStages()
-        if found.problems:
-            raise PlanError("the pipeline stages of the plan do not fit this step", needed="the step that was planned", found="; ".join(found.problems))
-        made = place_stages(micro.captured, plan, split_stages(micro.captured, plan, resolve(pins, shapes, plan.mesh.sizes), found=found), first=micro.first)
-        return made, staged(made, plan, where, imbalance).seen
+        followed = Followed(f"the plan {plan}", plan, contents=stage_contents_of(plan))
+        draft = passes.run(Draft(None, plan, followed, pins=tuple(pins), imbalance=imbalance, derive=lambda: self.step(plan.micro_batches)))
+        line = cast(PlacedPipeline, draft.pipeline)
+        return line, staged(line, plan, where).seen
 
     def numbers(self, copies: int) -> list[int]:
         """Numbers of micro-batches that leave every replica an integer number of samples, the fewest first."""
