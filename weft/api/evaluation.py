@@ -42,12 +42,13 @@ class Evaluation:
             _check(step, self.captured, batch)
         self.reads = reads.in_any_mode()
         self.lasts = not (reads.left or reads.drew)  # whether the program serves other batches too
+        self.run: Compiled | ForwardStages
         if step.micro_batches is not None:
-            stages = ForwardStages(step.micro_batches, self.captured)
-            self.run, self.types = stages.__call__, stages.types
+            self.run = ForwardStages(step.micro_batches, self.captured)
+            self.types = self.run.types
         else:
-            compiled = self._compiled()
-            self.run, self.types = compiled.__call__, {n: node.type for n, node in compiled.program.input_names.items()}
+            self.run = self._compiled()
+            self.types = {n: node.type for n, node in self.run.program.input_names.items()}
 
     def _compiled(self) -> Compiled:
         """State where the step has it, and a batch sharded as the step's, if it is of the same shape."""

@@ -56,7 +56,7 @@ class Watch:
 
     def run(self, given: Mapping[str, Any], state: Values) -> Values:
         runner, compiled = self.runner, self.step.compiled
-        plain, usual = compiled._step, runner and runner.call
+        plain, usual = compiled._step, runner.call if runner is not None else None
         if dist.is_initialized():
             dist.barrier()  # the clocks of all ranks begin here
         self.zero = time.perf_counter()
