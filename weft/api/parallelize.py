@@ -108,7 +108,7 @@ class _Begun:
 
     captured: Captured
     draft: Draft
-    judged: Callable[[Any], Verdict | None]
+    compare: Callable[[Any], Verdict | None]
 
 
 @dataclass
@@ -180,7 +180,7 @@ class _StepRequest:
 
     def _first(self) -> tuple[_Begun, Verdict | None]:
         begun = self.variants.observed(lambda reads: self._begun(self.example, first=True, reads=reads, given=self.variants.given))
-        return begun, begun.judged(self.example)
+        return begun, begun.compare(self.example)
 
     def again(self, batch: Any, known: Callable[[Captured], bool], **settings: Any) -> Step | None:
         """The step of what Python says now; none where its program is known. A batch of another size may be fewer micro-batches."""
@@ -188,7 +188,7 @@ class _StepRequest:
         if known(begun.draft.step):
             return None
         step = self._finished(begun, self.file, batch)
-        step.unjudged = begun.judged if self.asked.check else None
+        step.unjudged = begun.compare if self.asked.check else None
         return step
 
     def _begun(self, batch: Any, first: bool, **settings: Any) -> _Begun:
@@ -206,8 +206,8 @@ class _StepRequest:
             of_parts = {"accumulate": parts, "allow_micro_mean": self.asked.allow_micro_mean}
             draft = replace(draft, captured=capture(self.model, batch, self.loss, self.optimizer, **of_parts, **self.asked.how, **settings))
         draft = passes.run(draft, until="micro-batch")
-        judged = partial(self._checked, draft.step, draft.micro, moment)
-        return _Begun(draft.step, passes.run(draft, after="micro-batch", until="guard"), judged)
+        compare = partial(self._checked, draft.step, draft.micro, moment)
+        return _Begun(draft.step, passes.run(draft, after="micro-batch", until="guard"), compare)
 
     def _in_parts(self, spec: Spec) -> Spec:
         """The plan with as many micro-batches as were asked for."""

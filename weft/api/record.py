@@ -3,7 +3,7 @@
     step = weft.parallelize(..., record="run/")        # then train as always; `weft report run/` shows it
 
 Recording waits for the device after every step. The fourth step is traced, the fifth counts memory; both train as the others do. Of a step
-in micro-batches every pass of every stage is told of.
+in micro-batches every pass of every stage is reported.
 """
 
 from __future__ import annotations
