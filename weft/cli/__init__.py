@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from weft.core.garbage import seldom_collected
+from weft.core.garbage import COMMAND, seldom_collected
 
 COMMANDS = (
     "bench", "calibrate", "check", "diff", "discover", "doctor", "explain", "export", "fits", "fuzz", "plan", "price", "report", "run",
@@ -95,7 +95,7 @@ for _name in COMMANDS:
 def main() -> None:
     """The console entry point."""
     try:
-        with seldom_collected():
+        with seldom_collected(COMMAND):
             app(prog_name="weft")
     finally:
         gc.freeze()  # the process ends: looking for cycles in all it made would take a second

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SELDOM = 200_000  # objects made before one looks for cycles again
+COMMAND = 5_000_000  # of a command, which ends soon: most make fewer
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
+def seldom_collected(after: int = SELDOM) -> Iterator[None]:
     """Inside, garbage is collected seldom, if at all; afterwards as before."""
     before = gc.get_threshold()
-    gc.set_threshold(before[0] and max(before[0], SELDOM), 10, 10)
+    gc.set_threshold(before[0] and max(before[0], after), 10, 10)
     try:
         yield
     finally:
