@@ -163,16 +163,7 @@ class Layout:
     @staticmethod
     def of(mesh: Mesh, shape: tuple[int, ...], placements: Mapping[str, Placement] | None = None) -> Layout:
         """The layout of `shape` with the placements given; every other axis holds the full value."""
-        odd = [n for n in shape if int(n) != n or n < 0]
-        if odd:
-            raise LayoutError("not a shape", needed="integer sizes, 0 or more", found=str(list(shape)))
-        layout = Layout(mesh, tuple((Atom(int(n)),) for n in shape))
-        given = dict(placements or {})
-        for axis in given:
-            mesh.require(axis)
-        for axis in mesh.axes:
-            layout = layout.place(axis, given.get(axis, R))
-        return layout
+        return _layout_of(mesh, tuple(shape), tuple(placements.items()) if placements else ())
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -413,6 +404,19 @@ class Layout:
 
     def __str__(self) -> str:
         return show_layout(self)
+
+
+@lru_cache(maxsize=65536)
+def _layout_of(mesh: Mesh, shape: tuple[int, ...], placements: tuple[tuple[str, Placement], ...]) -> Layout:
+    odd = [n for n in shape if int(n) != n or n < 0]
+    if odd:
+        raise LayoutError("not a shape", needed="integer sizes, 0 or more", found=str(list(shape)))
+    layout, given = Layout(mesh, tuple((Atom(int(n)),) for n in shape)), dict(placements)
+    for axis in given:
+        mesh.require(axis)
+    for axis in mesh.axes:
+        layout = layout.place(axis, given.get(axis, R))
+    return layout
 
 
 def split_at(dim: Dim, within: int, mesh: Mesh) -> tuple[Dim, Dim] | None:

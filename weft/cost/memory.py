@@ -63,6 +63,7 @@ class Lifetimes:
         self.end = len(program.nodes)
         self._inputs = frozenset(program.inputs)
         self._replaced = {output for output, _ in program.state}
+        self._of_results: dict[Node, list[list[Node]]] = {}
         made = dict(sent(program))  # which need no room for what they gather, nor for the sum of all tokens
         self._unmade = left_out(program) - {s.made[-1] for s in made.values()}
         self._sent = made.keys()
@@ -89,11 +90,21 @@ class Lifetimes:
             return True
         return node.op.kind is Kind.POINTWISE and len(readers) <= self.joined and all(r.op.kind is Kind.POINTWISE for r in readers)
 
+    def _by_result(self, node: Node) -> list[list[Node]]:
+        """The readers of each result of a node: of all of them at once, since an update has hundreds."""
+        if node not in self._of_results:
+            found: list[list[Node]] = [[] for _ in node.types]
+            for user in self.program.users[node]:
+                for of_one in [found[user.attr("index")]] if user.op.is_item else found:
+                    of_one.append(user)
+            self._of_results[node] = found
+        return self._of_results[node]
+
     def _readers(self, node: Node, index: int) -> tuple[list[Node], list[str]]:
         """Nodes that read a value's storage, through views too, and the outputs that hold it; a copy to the host's memory is no view of it."""
         readers: list[Node] = []
         outputs = self.program.outputs_of(node)
-        todo = [u for u in self.program.users[node] if not u.op.is_item or u.attr("index") == index]
+        todo = list(self._by_result(node)[index]) if len(node.types) > 1 else list(self.program.users[node])
         while todo:
             user = todo.pop()
             if user.op.kind is Kind.VIEW and user.op not in COPIES or user in self._unmade:

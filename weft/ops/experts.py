@@ -191,7 +191,7 @@ def _to_slices(p: Program, n: Node, axis: str) -> tuple[Node, ...] | None:
 def sent(p: Program) -> Iterator[tuple[Node, Sending]]:
     """The ops of experts that are marked to send their tokens, and can."""
     for n in p.nodes:
-        axis = n.attr("sent")
+        axis = n.attr("sent") if n.op in (experts, experts_backward) else ""
         found = sending(p, n, axis) if axis else None
         if found is not None:
             yield n, found
