@@ -1,4 +1,4 @@
-"""Tables of measured kernels, read into arrays: products, collectives, attention, layers of experts. Each can be predicted from a profile.
+"""Tables of measured kernels, read into arrays: products, collectives, attention, layers of experts, tokens sent to them. Each can be predicted from a profile.
 
 The columns are those of aiconfigurator's tables as restated in the folder that `weft bench kernels --rows` is given, and of openxla's.
 """
@@ -23,7 +23,7 @@ from weft.core.errors import UnknownName
 
 Cells = Mapping[str, str]
 KB64, MB16 = 1 << 16, 1 << 24
-BURST = {"gemm.sustained": Constant(1.0, "measured: single kernels keep their clocks")}
+BURST = Constant(1.0, "measured: single kernels keep their clocks")
 SKEW = {"balanced": 0.0, "power_law_1.01": 1.01, "power_law_1.2": 1.2}
 NOT_GATED = {("2688", "1856")}  # hidden and inner size of experts of two products; latent experts are of inner size 2688
 
@@ -66,7 +66,13 @@ def profile_of(device: str) -> Profile | None:
         profile = load({"sm_90": "H100", "sm_80": "A100"}.get(device, device.removeprefix("sm_100_")))
     except UnknownName:
         return None
-    return dataclasses.replace(profile, device=dataclasses.replace(profile.device, constants={**profile.device.constants, **BURST}))
+    return in_a_burst(profile)
+
+
+def in_a_burst(profile: Profile) -> Profile:
+    """As tables of single kernels see it: they say nothing of the clocks a device keeps through a training step."""
+    constants = {name: BURST if name.startswith("gemm.sustained") else c for name, c in profile.device.constants.items()}
+    return dataclasses.replace(profile, device=dataclasses.replace(profile.device, constants=constants))
 
 
 def _by(rows: Sequence[Cells], *columns: str) -> Iterator[tuple[tuple[str, ...], list[Cells]]]:
@@ -185,6 +191,24 @@ def _experts(profile: Profile, rows: Sequence[Cells]) -> Any:
     return kernels.experts(profile.device, tokens, hidden, inner / tp, top, count, ep, rows[0]["dtype"], gated, skew)
 
 
+# --- tokens sent to experts
+
+
+def _sent_tokens(rows: list[Cells]) -> Iterator[Table]:
+    """Each by as many multiprocessors as serve it best; modes for few tokens at once, which send one for each expert, are left out."""
+    for (device,), some in _by([r for r in rows if r["mode"] == "normal"], "device"):
+        best = [min(same, key=lambda r, way=way: float(r[f"{way}_us"])) | {"way": way} for way in ("dispatch", "combine")
+                for _, same in _by(some, "num_token", "hidden_size", "num_topk", "num_experts")]  # fmt: skip
+        yield Table("tokens to experts", device, "any", best, _tokens, lambda r: float(r[f"{r['way']}_us"]) * 1e-6, lambda r: r["way"])
+
+
+def _tokens(profile: Profile, rows: Sequence[Cells]) -> Any:
+    place = Cluster("node", (Nodes(1, profile.node_size, profile),))
+    ranks = Ranks((int(rows[0]["gpus"]),) * len(profile.links))
+    each = zip(*_numbers(rows, "num_token", "hidden_size", "num_topk"), (1 if r["way"] == "dispatch" else 2 for r in rows), strict=True)
+    return np.array([collectives.seconds(place, "all_to_all", n * h * k * width, ranks, int(k)) for n, h, k, width in each])
+
+
 READERS: dict[str, Callable[[list[Cells]], Iterator[Table]]] = {
     "kernels_gemm.csv": _products,
     "matmul_rates.csv": _rates,
@@ -192,4 +216,5 @@ READERS: dict[str, Callable[[list[Cells]], Iterator[Table]]] = {
     "kernels_attention_context.csv": _context,
     "kernels_attention_generation.csv": _generation,
     "kernels_moe.csv": _layers_of_experts,
+    "kernels_deepep.csv": _sent_tokens,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._blanks import Blanks, Cells, device_kind, stated_size
+from bench._experts import recomputed, with_experts
 from bench._hybrid import hybrid
 from bench._layers import Counted, Sized
 from bench._lora import adapters
@@ -24,7 +25,7 @@ from weft.cost.memory import RESIDENT
 from weft.plan.planner import sized_stack
 from weft.plan.search import Search
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, simulate
+from weft.plan.simulate import SimulatedStep, held, simulate
 from weft.plan.space import PlannedModel, PlanProblem
 
 
@@ -46,6 +47,7 @@ class Row:
     held: float = 0.0  # bytes of the fullest device, where they were measured
     beside: tuple[str, ...] = ()  # what the run had that is not modelled
     stages: tuple[int, ...] = ()  # layers of each, where the run says
+    rerun: int = 0  # layers that are recomputed, where the run says that some are
     lora: tuple[int, str] = (0, "")  # rank of adapters and the layers that have them, where only these are trained
 
     def predict(self) -> float:
@@ -55,7 +57,10 @@ class Row:
         if self.stages:
             problem = PlanProblem(self.stack, self.cluster, self.setting.global_batch, self.setting.dtype, self.setting.kernels)
             return Search(problem).step(self.setting.with_layers(self.stages))
-        return simulate(self.stack.work(self.setting), self.setting, self.cluster)
+        work = self.stack.work(self.setting)
+        if self.rerun:
+            work = dataclasses.replace(work, others=(*work.others, (dataclasses.replace(work.layer, again="full"), self.rerun)))
+        return simulate(work, self.setting, self.cluster)
 
     @property
     def stack(self) -> PlannedModel:
@@ -191,7 +196,7 @@ def _published(cells: Cells, case: str) -> Row:
     kv, ffn = b.integer("kv_heads", heads), b.integer("ffn", 4 * hidden)
     vocab, seq = b.integer("vocab", 51200, "Megatron's padded GPT-2 words"), b.integer("seq", 4096 if modern else 2048, "usual of its time")
     shape = Counted(layers, hidden, heads, vocab, seq, kv, ffn, case, bias=not modern, dropout=not modern, head=b.integer("head_dim", hidden // heads))
-    shape = _with_experts(b, shape) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
+    shape = _with_experts(b, shape, profile) if (cells.get("experts") or "").strip() else _of_size(shape, source, b.assumed) if modern else shape
     if "hybrid" in (cells.get("attention") or ""):
         shape = hybrid(shape, cells["attention"], *(int(b.number(key, 0)) for key in ("shared_expert_ffn", "mtp_layers")))
     setting = _setting(b, _known(dtype, profile, b.assumed), shape, profile, gpus)
@@ -202,13 +207,22 @@ def _published(cells: Cells, case: str) -> Row:
     held = b.number("reserved_gib", 0.0) * 2**30 + (RESIDENT if (cells.get("reserved_gib") or "").strip() else 0.0)
     return Row(
         _case(cells, case), group, shape, setting, cluster, measured, metric, unit_of(b.text("metric")), b.assumed, lacks,
-        faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)), lora=_lora(b),
+        faster="iteration" not in b.text("metric"), held=held, beside=tuple(_beside(b)), lora=_lora(b), rerun=_rerun(b),
     )  # fmt: skip
 
 
-def _with_experts(b: Blanks, shape: Counted) -> Counted:
+def _with_experts(b: Blanks, shape: Counted, profile: Profile) -> Counted:
+    own = {key: int(b.number(column, 0)) if (b.cells.get(column) or "").strip() else 0 for key, column in BESIDE_EXPERTS.items()}
     more = {"experts": b.integer("experts"), "chosen": b.integer("experts_per_token", 2), "ffn": b.integer("expert_ffn", shape.inner)}
-    return Sized(**dataclasses.asdict(shape) | more | {"gated": True, "rotary": True, "tied": False})
+    made = with_experts(shape, b.cells.get("attention") or "", **more, **own, plain=shape.inner if own["dense"] else 0)
+    ranks, chunks = b.integer("ep", 1) * b.integer("tp", 1), _virtual(b, shape.layers, b.integer("pp", 1))
+    crosses = ranks > profile.node_size and b.integer("pp", 1) > 1 and chunks > 1
+    if crosses:
+        b.assumed["tokens of experts"] = "sent beside the compute of another micro-batch, as interleaved pipelines offer where experts cross nodes"
+    return dataclasses.replace(made, again=recomputed((b.cells.get("recompute") or "").lower()), beside=crosses)
+
+
+BESIDE_EXPERTS = {"shared": "shared_expert_ffn", "dense": "dense_layers", "ahead": "mtp_layers"}
 
 
 def _lora(b: Blanks) -> tuple[int, str]:
@@ -216,12 +230,17 @@ def _lora(b: Blanks) -> tuple[int, str]:
     return (int(said), b.text("lora_targets", "qkv proj", "attention's layers")) if said not in ("", "0") else (0, "")
 
 
+def _rerun(b: Blanks) -> int:
+    """Of `full in 21 layers`."""
+    found = re.search(r"full in (\d+) layers", b.cells.get("recompute") or "")
+    return int(found[1]) if found else 0
+
+
 def _beside(b: Blanks) -> Iterator[str]:
     """What of a row is read as something else, or not at all."""
     yield from (f"{key}: {b.assumed[key]}" for key in ("gpu", "dtype") if key in b.assumed)
-    said = {key: (b.cells.get(key) or "").strip() for key in ("shared_expert_ffn", "dense_layers", "attention")}
-    yield from (f"{key} {value}" for key, value in said.items() if key != "attention" and value not in ("", "0") and "hybrid" not in said["attention"])
-    yield from (f"attention: {word}" for word in ("mla", "offload") if word in said["attention"])
+    if "offload" in (b.cells.get("attention") or ""):
+        yield "attention: offload"
 
 
 FLASH_2 = {  # shares of an H100's peak
@@ -309,16 +328,27 @@ def _setting(b: Blanks, dtype: str, shape: Counted, profile: Profile, gpus: int)
         **({"kernels": b.text("kernels", "compiled"), "dtype": dtype} if modern else CLASSIC),
     )  # fmt: skip
     if modern:
-        setting = _overlapped(setting, assumed)
+        if "zero" in assumed and "precision_recipe" in cells and not _lora(b)[0]:
+            setting = _sharded_where_needed(setting, shape, profile, assumed)
+        setting = _overlapped(setting, "precision_recipe" in cells, assumed)
         if "kernels" in assumed:
             assumed["kernels"] = "attention in one kernel, pointwise chains fused"
         if tp > 1:
             assumed["sequence parallel"] = "yes, usual since 2022"
             setting = dataclasses.replace(setting, sp=True)
-    recompute = (cells.get("recompute") or "").lower()
+    recompute = (cells.get("recompute") or "").lower() if not _rerun(b) else "none"
     if "sequence parallel" in recompute:
         setting = dataclasses.replace(setting, sp=True)
     return _recomputed(setting, recompute, shape, profile, modern, assumed)
+
+
+def _sharded_where_needed(setting: Setting, shape: Counted, profile: Profile, assumed: dict[str, str]) -> Setting:
+    """Parameters and gradients sharded too where they must be, as far as a row leaves that open: the least that fits."""
+    work = (shape if isinstance(shape, Sized) else sized_stack(shape, setting.dtype)).work(setting)
+    if held(work, setting, Cluster("", (_nodes(setting.devices, profile),))) <= profile.device.memory:
+        return setting
+    assumed["zero"] = "3 (not stated; less does not fit)"
+    return dataclasses.replace(setting, zero=3)
 
 
 def _zero(text: str) -> int:
@@ -329,10 +359,14 @@ def _zero(text: str) -> int:
     return named if named is not None else int(digit.group()) if digit else 0
 
 
-def _overlapped(setting: Setting, assumed: dict[str, str]) -> Setting:
-    """What runs beside compute: with ZeRO-3 parameters and gradients; with narrow kernels, made for it, all that can."""
-    sharded, latest = setting.zero == 3, setting.dtype in ("fp8", "fp4")
+def _overlapped(setting: Setting, recipe: bool, assumed: dict[str, str]) -> Setting:
+    """What runs beside compute: with ZeRO-3 parameters and gradients; with narrow kernels, made for it, and under the recipes of today, all that
+    can, and these sum gradients in 16 bits."""
+    sharded, latest = setting.zero == 3, recipe or setting.dtype in ("fp8", "fp4")
     beside = sharded or latest
+    if recipe and not sharded:
+        assumed["gradients"] = "summed in bf16, as recipes of today have it"
+        setting = dataclasses.replace(setting, grad_dtype="bf16")
     assumed["overlap"] = f"parameters and gradients {'beside' if beside else 'apart from'} compute"
     if sharded and setting.pp > 1 and not setting.gather_once:
         assumed["gathering"] = "once a step, as is usual of ZeRO-3 with a pipeline"

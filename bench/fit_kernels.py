@@ -7,7 +7,6 @@ predicted over measured, large errors counting half as much again, classes of ro
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from bench._kernel_rows import Table, profile_of, tables
-from bench.fit_profiles import change
+from bench.fit_profiles import change, save
 from bench.kernels import summary
 from weft.cluster.profile import FOLDER, Profile
 
@@ -43,6 +42,7 @@ LINK = {
     "launch": 5e-6, "low_step": 8e-7, "low_share": 0.1, "mid": 2e-6, "mid_step": 8e-7, "mid_share": 0.5, "bulk": 1.5e-5, "bulk_step": 1e-6,
     "efficiency": 0.8, "small": 0.4, "all_to_all": 1.7e-6, "all_to_all_step": 4e-7, "in_switch": 1.02, "cost.all_reduce": 1.0,
 }  # fmt: skip
+TOKENS = {"nvlink:tokens": 3e-5, "nvlink:tokens.share": 0.6}
 SHARES = ("efficiency", "memory", "share", "small", "whole", "write", "forward")  # at most 1
 
 
@@ -56,6 +56,8 @@ def start_of(table: Table) -> dict[str, float] | None:
         return {f"experts.{k}.{table.dtype}": v for k, v in EXPERTS.items()} | ({"experts.skew": 0.3} if table.dtype == "bf16" else {})
     if table.kind == "collective":
         return {f"nvlink:{k}": v for k, v in LINK.items()}
+    if table.kind == "tokens to experts":
+        return TOKENS
     found = {"attention": CONTEXT, "attention, one token": DECODE}.get(table.kind)
     return {f"{k}.fp8": v for k, v in found.items()} if found and table.dtype == "fp8" else found  # of a cache in 8 bits
 
@@ -82,21 +84,6 @@ def fit(profile: Profile, table: Table, start: Mapping[str, float], rounds: int 
     for _ in range(rounds):
         x = minimize(loss, x, method="Nelder-Mead", options={"maxiter": steps, "maxfev": steps, "adaptive": True}).x
     return made(x)
-
-
-def save(profile: Profile, path: Path, names: Sequence[str]) -> None:
-    """Write fitted constants into the profile's own file, leaving the rest of it as it is."""
-    data = json.loads(path.read_text())
-    links = {link.name: link for link in profile.links}
-    for name in names:
-        link, _, key = name.rpartition(":")
-        constant = (links[link] if link else profile.device).constants[key]
-        plain = {"value": float(f"{constant.value:.4g}"), "origin": constant.origin}
-        if not link:
-            data["device"][key] = plain
-        elif "links" in data:  # else those of the profile it extends
-            next(item for item in data["links"] if item["name"] == link)["constants"][key] = plain
-    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(argv: Sequence[str]) -> None:

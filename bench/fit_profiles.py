@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from bench._kernel_rows import in_a_burst
 from bench._rows import Row, read
 from weft.cluster import collectives
 from weft.cluster.collectives import Ranks
@@ -59,14 +60,9 @@ def gemm_task(truth: Path, code: str, dtype: str, names: tuple[str, ...], kind: 
         return int(row["m"]), int(row["n"]), int(row["k"]), int(row["b"])
 
     return Task(
-        names, rows, lambda r: 2 * prod(sizes(r)) / float(r["flops"]), lambda p, r: matmul(_in_a_burst(p), *sizes(r), kind),
+        names, rows, lambda r: 2 * prod(sizes(r)) / float(r["flops"]), lambda p, r: matmul(in_a_burst(p).device, *sizes(r), kind),
         f"fitted: half of the rows of openxla's matmul table for {code}, {dtype}",
     )  # fmt: skip
-
-
-def _in_a_burst(profile: Profile) -> Device:
-    """A table of single products says nothing of the clocks a device keeps through a training step."""
-    return change(profile, {"gemm.sustained": 1.0}, "measured").device
 
 
 def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
@@ -88,8 +84,10 @@ def link_task(truth: Path, code: str, names: tuple[str, ...]) -> Task:
     )  # fmt: skip
 
 
-def row_task(file: Path, kind: str, names: tuple[str, ...], origin: str, most: int, whole: bool = False, outliers: bool = False) -> Task:
-    rows = [r for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind]
+def row_task(
+    file: Path, kind: str, names: tuple[str, ...], origin: str, most: int, whole: bool = False, outliers: bool = False, dense: bool = False
+) -> Task:
+    rows = [r for r in read(file) if isinstance(r, Row) and r.cluster.device.name == kind and not (dense and (r.shape.experts or r.lora[0]))]
     return Task(names, rows, lambda r: r.measured, lambda p, r: _on(p, r, names), origin, _key, most, whole, outliers, lambda r: r.group)
 
 
@@ -194,7 +192,7 @@ def errors(profile: Profile, task: Task, samples: Sequence[Any]) -> str:
 def value(profile: Profile, name: str) -> float:
     link, _, key = name.rpartition(":")
     owner = profile.device if not link else next(x for x in profile.links if x.name == link)
-    return owner.get(key)
+    return owner.get(key) if key in owner.constants else owner.get(key.rpartition(".")[0])  # of a dtype, as of all until it has its own
 
 
 def change(profile: Profile, values: Mapping[str, float], origin: str) -> Profile:
@@ -211,18 +209,19 @@ def change(profile: Profile, values: Mapping[str, float], origin: str) -> Profil
     return profile
 
 
-def save(profile: Profile, path: Path) -> None:
-    """Write changed constants into the profile's own file, leaving the rest of it as it is."""
+def save(profile: Profile, path: Path, names: Sequence[str]) -> None:
+    """Write fitted constants into the profile's own file, leaving the rest of it as it is."""
     data = json.loads(path.read_text())
-    for key in data["device"]:
-        data["device"][key] = _plain(profile.device.constants[key])
-    for item, link in zip(data.get("links", ()), profile.links, strict=False):
-        item["constants"] = {key: _plain(link.constants[key]) for key in item["constants"]}
+    links = {link.name: link for link in profile.links}
+    for name in names:
+        link, _, key = name.rpartition(":")
+        constant = (links[link] if link else profile.device).constants[key]
+        plain = {"value": float(f"{constant.value:.4g}"), "origin": constant.origin}
+        if not link:
+            data["device"][key] = plain
+        elif "links" in data:  # else those of the profile it extends
+            next(item for item in data["links"] if item["name"] == link)["constants"][key] = plain
     path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def _plain(constant: Constant) -> dict[str, Any]:
-    return {"value": float(f"{constant.value:.4g}"), "origin": constant.origin}
 
 
 # --- which constants of which kind are fitted to what
@@ -231,11 +230,13 @@ ROWS = "fitted: the A100 iteration times of several nodes (vTrain)"
 TRACES = "fitted: half, chosen by hash, of the A100 iteration times of one node (vTrain)"
 PAIRS = "fitted: pairs of A100 iteration times (vTrain) that differ in data parallelism alone, half of them by hash"
 PUBLISHED = "fitted: half, chosen by hash, of the published H100 steps"
+NEWER = "fitted: half, chosen by hash, of the newer published steps of dense models on {}"
 LINK = ("nvlink:launch", "nvlink:low_step", "nvlink:bulk", "nvlink:bulk_step", "nvlink:efficiency", "nvlink:small")
 # beyond which a constant makes no sense
 LIMITS = {"efficiency": 0.97, "small": 0.97, "misaligned": 1.0, "sustained": 1.0, "kernel.launch": 3e-5, "gemm.tile": 1e-5}
 SURFACE = ("gemm.efficiency", "gemm.launch", "gemm.tile", "gemm.half")
 STEPS = ("memory.efficiency", "gemm.sustained", "network:efficiency")
+SUSTAINED = {"H100-steps": "gemm.sustained.fp8", "H200-steps": "gemm.sustained.fp8"}  # of the kinds whose 16 bits have been measured
 SERVER = ("gemm.launch", "gemm.misaligned", "kernel.launch", "host.launch", "memory.efficiency")
 
 
@@ -251,13 +252,17 @@ def tasks(kind: str, truth: Path) -> list[Task]:
         return [
             gemm_task(truth, "sm_90", "bf16xbf16->bf16", SURFACE),
             link_task(truth, "sm_90", LINK),
-            row_task(truth / "published_steps.csv", kind, ("gemm.sustained",), PUBLISHED, most=20),
         ]
     if kind == "B200":
         return [gemm_task(truth, "sm_100_B200", "bf16xbf16->bf16", SURFACE), link_task(truth, "sm_100_B200", LINK)]
     if kind == "GB200":
         return [link_task(truth, "sm_100_GB200", (*LINK, "nvlink:low_share"))]
-    raise SystemExit(f"no fit is known for {kind}: A100, A100-server, A100-links, H100, B200 or GB200")
+    if kind.endswith("-steps"):
+        device = kind.removesuffix("-steps")
+        older = [row_task(truth / "published_steps.csv", device, ("gemm.sustained",), PUBLISHED, most=20)] if device == "H100" else []
+        newer = row_task(truth / "published_steps_2.csv", device, (SUSTAINED.get(kind, "gemm.sustained"),), NEWER.format(device), most=20, dense=True)
+        return [*older, newer]
+    raise SystemExit(f"no fit is known for {kind}: A100, A100-server, A100-links, H100, B200, GB200, or a device whose steps were published, as H200-steps")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -268,17 +273,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--check", action="store_true", help="fit nothing: errors of the shipped constants on both halves")
     parser.add_argument("--leave-out", action="store_true", help="fit on half of the models and clusters, test on the others")
     given = parser.parse_args(argv)
-    profile = load(given.kind.removesuffix("-links"))
+    profile, names = load(given.kind.removesuffix("-links").removesuffix("-steps")), list[str]()
     for task in tasks(given.kind, given.truth):
         if given.leave_out:
             print(*(left_out(profile, task) if task.group else ()), sep="\n", flush=True)
             continue
         profile, said = (profile, both(profile, task)) if given.check else fit(profile, task)
+        names += task.names
         for name in task.names:
             print(f"  {name:22} {value(profile, name):.4g}")
         print(f"  {task.origin}\n    {said}", flush=True)
     if given.save:
-        save(profile, FOLDER / f"{profile.name}.json")
+        save(profile, FOLDER / f"{profile.name}.json", names)
 
 
 if __name__ == "__main__":

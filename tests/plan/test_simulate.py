@@ -19,9 +19,10 @@ from weft.cost.walk import Walk
 from weft.cost.work import Collective
 from weft.plan.fits import fit
 from weft.plan.partition import share
+from weft.plan.phase import LayerRun, Pass, walk
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.setting import Setting
-from weft.plan.simulate import SimulatedStep, held, simulate
+from weft.plan.simulate import SimulatedStep, _Simulation, held, simulate
 from weft.plan.transformer import Shape, shape
 from weft.plan.workload import Workload, split_weight
 
@@ -382,3 +383,16 @@ def test_the_command_says_what_is_wrong() -> None:
     result = CliRunner().invoke(app, ["simulate", "gpt2", "--cluster", "8xA100", "--dp", "3"])
     assert result.exit_code == 1
     assert "the setting does not fill the cluster" in result.output
+
+
+def test_gradients_of_later_micro_batches_are_added_to_those_before() -> None:
+    """Twice the micro-batches of one size take more than twice as long less what a step does once: each gradient is read, and the sum read and written."""
+    setting, place = Setting.counted(2, 1), cluster("1xA100")
+    work = workload(Counted(2, 1024, 8, 1024, 512), setting)
+    made = _Simulation(work, setting, place)
+    way = made._way("backward")
+    assert way.summed_bytes == 2 + 2 * 4 and made._way("forward").summed_bytes == 0
+    assert _Simulation(work, replace(setting, micro=1, global_batch=1), place)._way("backward").summed_bytes == 0
+    part = [LayerRun(work.layer, 1)]
+    more = walk(made.costs[0], part, way).now - walk(made.costs[0], part, Pass("backward")).now
+    assert more == pytest.approx(work.layer.params * 10 / made.costs[0].device.bandwidth, rel=0.2)

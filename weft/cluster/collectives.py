@@ -8,6 +8,7 @@ send side by side; the levels work as one pipeline. A level offers some ways p t
 
 Few ranks fill fewer channels, hence `small`; `share` is what a way with less waiting reaches of the bandwidth. A library may run one kind
 of collective at another rate than others, hence `cost.KIND`, and start all_to_all, whose messages do not wait for each other, in a time of its own.
+Tokens of experts are sent by kernels of their own, which need `tokens` to begin and reach `tokens.share` of the bandwidth.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def _ring(kind: str, size: float, ranks: int, used: list[Level], asked: str, cop
             step = link.get("all_to_all_step", step)
         waiting += link.get(protocol) + step * _steps(kind, blocks)
         speed = _bandwidth(link, blocks * below) * link.get(f"{protocol}_share", 1.0) * _in_switch(kind, link, blocks)
+        if copies > 1:  # by kernels that look up where each token goes
+            waiting, speed = waiting + link.get("tokens", 0.0), speed * link.get("tokens.share", 1.0)
         moving = max(moving, _out_of_block(kind, size, ranks, below, copies) * link.get(f"cost.{kind}", 1.0) / speed)
     return waiting + moving
 

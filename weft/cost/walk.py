@@ -52,6 +52,7 @@ class Walk:
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[Task, float]] | None = field(default_factory=list)  # what ran, and from when on; None where nobody asks
     under_way: list[tuple[str, float]] = field(default_factory=list)
+    sending: float = 0.0  # when the last kernel that sends has ended; copy engines send what is hidden behind a matmul of tp
 
     @property
     def line(self) -> Timeline:
@@ -71,7 +72,8 @@ class Walk:
         name = op.name or type(op).__name__.lower()
         self.issue(name, op)
         if isinstance(op, Collective) and op.hidden:
-            self.under_way.append((op.axis, self.carry(op, op.axis, max(self.host, self.now))))
+            end = self.carry(op, op.axis, max(self.host, self.now))
+            self.under_way += [] if op.beside else [(op.axis, end)]
             return
         self.wait("host", self.host)
         if isinstance(op, Collective):
@@ -87,8 +89,7 @@ class Walk:
     def with_links_busy(self, seconds: float) -> float:
         """What compute takes while collectives are under way, whose kernels have a share of the device: seconds / (1 - share) until they end."""
         share = self.costs.device.get("link.units", 0.0) / self.costs.device.get("units")
-        busy = max([0.0, *(end - self.now for name, end in self.links.items() if name not in HOST)])
-        return seconds + share * min(busy, seconds / (1 - share))
+        return seconds + share * min(max(0.0, self.sending - self.now), seconds / (1 - share))
 
     def note(self, name: str, stream: str, seconds: float, cause: str, start: float) -> None:
         if self.events is not None:
@@ -130,6 +131,8 @@ class Walk:
         link = self.costs.link(op.axis)
         start, seconds = max(ready, self.links[link]), self.costs.seconds(op)
         self.links[link] = start + seconds
+        if not (op.hidden and op.axis == "tp"):
+            self.sending = max(self.sending, start + seconds)
         self.note(op.name or op.kind, link, seconds, op.axis, start)
         if hides:
             self.hidden[cause] += seconds

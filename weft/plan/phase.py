@@ -31,6 +31,7 @@ class Pass:
     reduce: str = ""  # the collective of gradients, "" for none
     param_bytes: float = 2.0
     grad_bytes: float = 4.0
+    summed_bytes: float = 0.0  # touched for each gradient that is added to those of earlier micro-batches
 
     def ops(self, block: Block) -> tuple[Op, ...]:
         if self.direction == "forward":
@@ -97,7 +98,7 @@ class LayerWalk(Walk):
 
     def clocks(self) -> Clocks:
         """When the device, the host and each link are done, and what was waited for so far."""
-        ends = {"now": self.now, "host": self.host, **{f"link {k}": v for k, v in self.links.items()}}
+        ends = {"now": self.now, "host": self.host, "sending": self.sending, **{f"link {k}": v for k, v in self.links.items()}}
         ends |= {name: end for name, end in (("gathered", self.gathered), ("fetched", self.fetched)) if end is not None}
         return ends, dict(self.causes), dict(self.hidden)
 
@@ -106,6 +107,7 @@ class LayerWalk(Walk):
         ends, causes, hidden = before
         self.now, now = self.now + times * (self.now - ends["now"]), self.now
         self.host += times * (self.host - ends["host"])
+        self.sending += times * (self.sending - ends["sending"])
         self.under_way = [(axis, end + self.now - now) for axis, end in self.under_way]
         if self.gathered is not None:
             self.gathered += times * (self.gathered - ends["gathered"])
@@ -127,6 +129,8 @@ class LayerWalk(Walk):
             self.op(op)
         if self.how.direction == "forward" and following is not None and following.kept:  # of the last layer nothing is sent: it is needed at once
             self.send(block.hosted(self.how.recompute))
+        if self.how.summed_bytes and any(block.learnt):
+            self.op(MemoryBound("sum gradients", sum(block.learnt) * self.how.summed_bytes, 0))
         self.meet_host()
         if self.how.reduce:
             self.send_all(reductions(block, self.how))

@@ -214,7 +214,13 @@ class _Simulation:
         gather = self.copies > 1 and s.zero == 3 and not s.gather_once and kind != "weight"
         ends = kind == ("weight" if split else "backward")
         reduce = self.copies > 1 and ends and s.zero >= 2 and not s.gather_once
-        return replace(self.how, direction=direction, gather=gather, frozen=gather, reduce=self.how.reduce if reduce else "")
+        summed = self._summed / (self.copies if reduce else 1) if ends and s.micro_batches > 1 else 0.0
+        return replace(self.how, direction=direction, gather=gather, frozen=gather, reduce=self.how.reduce if reduce else "", summed_bytes=summed)
+
+    @property
+    def _summed(self) -> float:
+        """Bytes touched to add one gradient to the sum of earlier micro-batches: it is read, and the sum is read and written."""
+        return (kept_width(self.setting.dtype) + 2 * WIDTH[self.setting.grad_dtype]) * self.costs[0].device.get("gradients.summed", 1.0)
 
     def _phase(self, g: int, how: Pass) -> Phase:
         costs = self.costs[g % self.setting.pp]
