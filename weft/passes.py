@@ -83,7 +83,7 @@ class Draft:
     noise: bool = False
     guard: bool = False
     imbalance: float = 1.0  # of experts, for prices: picks of the busiest rank over those of an average one
-    low: str = ""  # "fp8": matmuls in 8-bit floats; "fp8-block": with a scale for every block of 128
+    low: str = ""  # kind of 8-bit matmuls, of transform.low.LOW
     any_plan: bool = False  # sums in one order under all plans
     device: torch.device = HOST
     derive: Callable[[], Micro] | None = None  # gives the step of one micro-batch, where the plan has stages or several of them
@@ -232,7 +232,7 @@ def _programs(d: Draft) -> list[Program]:
 
 def _low_precision(d: Draft) -> Draft:
     spared = heads(d.step.program) if d.low else ()
-    return _with_phases(d, lambda p: low_precision(p, spared, d.low == "fp8-block")) if d.low else d
+    return _with_phases(d, lambda p: low_precision(p, spared, d.low)) if d.low else d
 
 
 def _with_phases(d: Draft, change: Callable[[Program], Program]) -> Draft:

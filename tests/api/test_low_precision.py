@@ -22,7 +22,7 @@ from weft.passes import Draft
 from weft.plan.spec import Spec
 
 
-def small(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def small(x: Tensor, dim: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(dim, keepdim=True).clamp_min(1e-30) / 448
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype), scale
 
@@ -33,16 +33,18 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class InEight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return product(x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+    product = staticmethod(product)
 
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return cls.product(x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+
+    @classmethod
+    def backward(cls, ctx: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         rows = ct.flatten(0, -2)
-        return product(rows, w).view_as(x), product(rows.t(), x.flatten(0, -2))
+        return cls.product(rows, w).view_as(x), cls.product(rows.t(), x.flatten(0, -2))
 
 
 class Linear(nn.Linear):
@@ -84,9 +86,9 @@ def torch_losses(linear: type[nn.Linear], parts: int = 1) -> list[float]:
     return out
 
 
-def weft_losses(plan: str, dtype: torch.dtype = torch.float64) -> list[float]:
+def weft_losses(plan: str, dtype: torch.dtype = torch.float64, precision: str = "fp8") -> list[float]:
     model = Net(dtype=dtype)
-    step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(0), plan=plan, precision="fp8")
+    step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(0), plan=plan, precision=precision)
     return [step(batch(i)).item() for i in range(3)]
 
 
@@ -103,17 +105,46 @@ def test_losses_are_those_of_torch_with_8_bit_products(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+class OfTensors(InEight):
+    """A scale for each tensor."""
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        (x, of_a), (y, of_b) = small(a, (0, 1)), small(b, (0, 1))
+        return (x @ y) * of_a * of_b
+
+
+class ByTensor(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return OfTensors.apply(x, self.weight) + self.bias
+
+
+def test_tensors_may_have_one_scale_each(tmp_path: Path) -> None:
+    """Which all ranks find together."""
+    want = torch_losses(ByTensor)
+    assert want != torch_losses(Linear)
+    torch.testing.assert_close(weft_losses("dp1", precision="fp8-tensor"), want, rtol=1e-8, atol=0)
+
+    def job(rank: int) -> None:
+        for plan in ("dp2", "tp2", "dp2,zero3"):
+            torch.testing.assert_close(weft_losses(plan, precision="fp8-tensor"), want, rtol=1e-8, atol=0, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+    on_ranks(2, job, tmp_path)
+
+
 def test_losses_stay_near_those_without() -> None:
     torch.testing.assert_close(weft_losses("dp1", torch.float32), torch_losses(nn.Linear), rtol=1e-2, atol=0)
 
 
-def test_products_are_within_the_stated_rounding() -> None:
+@pytest.mark.parametrize("by_row", [True, False])
+def test_products_are_within_the_stated_rounding(by_row: bool) -> None:
     gen = torch.Generator().manual_seed(0)
     x, y = (torch.randn(*s, generator=gen, dtype=torch.float64) * torch.logspace(-3, 3, s[0])[:, None] for s in ((5, 16), (7, 16)))
     x[2], y[3, 1:] = 0, 0
-    p = trace(lambda x, y: scaled_matmul("ik,nk->in", x, y, torch.float64), Mesh(dp=1), x=tensor("f64", 5, 16), y=tensor("f64", 7, 16))
+    p = trace(lambda x, y: scaled_matmul("ik,nk->in", x, y, torch.float64, by_row=by_row), Mesh(dp=1), x=tensor("f64", 5, 16), y=tensor("f64", 7, 16))
     off = (next(iter(run_global(p, {"x": x, "y": y}).values())) - x @ y.t()).abs()
-    tiny = 3 * 16 * x.abs().amax(1)[:, None] * y.abs().amax(1) / 458752
+    largest_x, largest_y = (v.abs().amax(1) if by_row else v.abs().amax().expand(len(v)) for v in (x, y))
+    tiny = 3 * 16 * largest_x[:, None] * largest_y / 458752
     assert bool((off <= ROUNDING * (x.abs() @ y.abs().t()) + tiny).all())
     assert off.max() > 0
 

@@ -19,9 +19,9 @@ from weft.plan.plan import Plan
 from weft.plan.spec import NUMBERS, Spec
 from weft.runtime.agree import world
 from weft.runtime.hosts import own_accelerator
+from weft.transform.low import LOW
 
 ANY_PLAN = "any plan"
-LOW = ("fp8", "fp8-block")  # 8-bit floats with a scale for every row, or for every block of 128
 AnyPlan = str | Path | Spec | Plan | DeviceMesh
 OnNan = Literal["raise", "skip", "ignore"]
 DATA = {"dp": 0, "dp_replicate": 0, "dp_shard": 3, "fsdp": 3}  # names of data-parallel mesh dims, and the ZeRO stage they stand for
@@ -55,7 +55,7 @@ class Options:
         clip: Largest global norm of the gradients.
         accumulate: Number of micro-batches whose gradients are accumulated.
         precision: Dtype of the compute; parameters keep theirs. "fp8" computes matmuls in 8-bit floats and all else in bfloat16, "fp8-block"
-            with a scale for every 128 elements.
+            with a scale for every 128 elements, "fp8-tensor" with one for every tensor.
         seed: Of dropout and of initialisation.
         pins: Layouts of parameters, such as "layers.*.mlp.w1=tp:S(1)".
         others: For `plan="auto"`: plans for torch's `parallelize_module` to compare with, by name.

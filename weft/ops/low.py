@@ -1,7 +1,8 @@
 """Matmuls of 8-bit floats: operands scaled row by row to fill the range, multiplied, summed in a wider dtype and scaled back.
 
-A row is what one sum runs over; or each 128 of it have a scale of their own, and 128 x 128 of a weight. Rounded to three digits, an element x
-of a row whose largest is A is off by at most |x| / 16 + A / 458752, so a matmul with y by ROUNDING of the sum of |x||y|, and a
+A row is what one sum runs over; or each 128 of it have a scale of their own, and 128 x 128 of a weight; or a tensor has one.
+Rounded to three digits, an element x
+of a row, block or tensor whose largest is A is off by at most |x| / 16 + A / 458752, so a matmul with y by ROUNDING of the sum of |x||y|, and a
 little where rows span more than five decades.
 """
 
@@ -34,10 +35,11 @@ def _dtype(types: Types, attrs: Attrs) -> torch.dtype:
 
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
-    """x, y, and the scale of every row of each, with a size of 1 in place of what is summed."""
+    """x, y, and the scale of every row of each, with a size of 1 in place of what is summed, or of every dim."""
     plain = einsum_equation(types[:2], attrs)
     (out,) = plain.outs
-    scales = tuple(tuple(c if c in out else ONE for c in labels) for labels in plain.ins)
+    shapes = (t.shape for t in types[2:])
+    scales = tuple(tuple(c if c in out and n != 1 else ONE for c, n in zip(labels, s, strict=True)) for labels, s in zip(plain.ins, shapes, strict=True))
     return Equation((*plain.ins, *scales), plain.outs)
 
 
@@ -57,7 +59,8 @@ low_einsum = define("low_einsum", kind=Kind.CONTRACT, equation=_equation, run=_r
 
 
 def quantised(x: Any, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """x in 8 bits, and the scale of every row along `dims`, which are kept: x is about one times the other. A row of zeros stays one.
+    """x in 8 bits, and the scale of every row along `dims`, which are kept: x is about one times the other; of all of x, where these are all
+    dims. A row of zeros stays one.
 
     What is gathered is made small before: rounding and gathering commute.
     """
@@ -134,11 +137,11 @@ def block_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, weights: t
     return reshape(made, tuple(size[c] for c in out))
 
 
-def scaled_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, fast: bool = False) -> Any:
-    """The einsum of x and y by a matmul of 8-bit floats; `fast` as in `low_einsum`."""
+def scaled_matmul(equation: str, x: Node, y: Node, dtype: torch.dtype, fast: bool = False, by_row: bool = True) -> Any:
+    """The einsum of x and y by a matmul of 8-bit floats, with a scale for every row of each or for all of it; `fast` as in `low_einsum`."""
     left, out = equation.split("->")
     ins = left.split(",")
-    parts = [quantised(v, tuple(i for i, c in enumerate(labels) if c not in out)) for v, labels in zip((x, y), ins, strict=True)]
+    parts = [quantised(v, tuple(i for i, c in enumerate(labels) if c not in out or not by_row)) for v, labels in zip((x, y), ins, strict=True)]
     (low_x, of_x), (low_y, of_y) = parts
     return low_einsum(low_x, low_y, of_x, of_y, equation=equation, dtype=dtype, **({"fast": True} if fast else {}))
 

@@ -24,11 +24,13 @@ from weft.ops.shape import narrow_op, optimization_barrier
 from weft.plan.place import rebuilt
 
 EVEN = 16  # sizes that matmuls of 8-bit floats take are multiples of this
+LOW = {"fp8": "row", "fp8-block": "block", "fp8-tensor": "tensor"}  # kinds of 8-bit matmuls, and what has a scale of its own
 
 
-def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False) -> Program:
-    """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared. A scale for every row or, with `blocks`,
-    for every block of 128, where what is summed and its shards are multiples of blocks."""
+def low_precision(p: Program, spared: Collection[str] = (), low: str = "fp8") -> Program:
+    """The placed program with its matmuls in 8 bits, but for those of the parameters that are spared. A scale for every row or tensor or,
+    with `fp8-block`, for every block of 128, where what is summed and its shards are multiples of blocks."""
+    scaled = LOW[low]
     kept, loss = _of_heads(p, spared), p.output_names.get("loss")
     forward = p.needs(loss) if loss is not None else set()  # gradients are summed in float32: over all tokens, fewer digits lose what is small
 
@@ -36,8 +38,8 @@ def low_precision(p: Program, spared: Collection[str] = (), blocks: bool = False
         equation = _plain(n) if n not in kept else ""
         if not equation:
             return with_operands(n, args)
-        found = _in_blocks(equation, n, args) if blocks else None
-        return found if found is not None else scaled_matmul(equation, args[0], args[1], n.dtype, n in forward)  # type: ignore[no-any-return]
+        found = _in_blocks(equation, n, args) if scaled == "block" else None
+        return found if found is not None else scaled_matmul(equation, *args, n.dtype, fast=n in forward, by_row=scaled != "tensor")  # type: ignore[no-any-return]
 
     return rebuilt(p, node)
 
