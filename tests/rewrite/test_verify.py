@@ -84,7 +84,8 @@ def test_flexflow_rules_are_read_and_judged() -> None:
     }
     found = read_taso(taso(moved, false, unbound, unknown, partial))
     assert [f.schema is not None for f in found] == [True, True, False, False, False]
-    audit = audit_foreign(found, workers=1)
+    audit = audit_foreign(found, workers=2)
+    assert audit.verdicts == audit_foreign(found, workers=1).verdicts
     first, second, third, fourth, fifth = (status for _, status, _ in audit.verdicts)
     assert first.startswith("proved")
     assert second.startswith("refuted")

@@ -146,6 +146,9 @@ class Op:
     def __repr__(self) -> str:
         return f"Op({self.name})"
 
+    def __reduce__(self) -> Any:
+        return op_named, (self.name,)
+
 
 OPS: dict[str, Op] = {}
 
