@@ -32,7 +32,7 @@ from weft.api.program_facts import (
     tensors_of_stages,
     verbs,
 )
-from weft.api.traced_step import Watch, last_starts, measured_line, seen_of_stages
+from weft.api.traced_step import TracedStep, last_starts, measured_line, seen_of_stages
 from weft.cluster.here import here
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
@@ -74,7 +74,7 @@ class Recorder:
         self.predicted = self._predict()
         self.measured: Seen | None = None
         self.alternatives = [o.data() for o in step.decision.options] if step.decision is not None else []
-        self._traces: dict[int, Watch] = {}
+        self._traces: dict[int, TracedStep] = {}
         self._ended = self._wrote = 0.0
         atexit.register(self.close)
 
@@ -91,7 +91,7 @@ class Recorder:
         return out
 
     def _traced(self, n: int, given: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        self._traces[n] = Watch(self.step, memory=n == HELD)
+        self._traces[n] = TracedStep(self.step, memory=n == HELD)
         return self._traces[n].run(given, state)
 
     def _note(self, spent: float, waited: float, loss: float) -> None:

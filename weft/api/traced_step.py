@@ -43,7 +43,7 @@ class Passed:
     bytes_in_use: list[int]
 
 
-class Watch:
+class TracedStep:
     """Runs one step with its statements and every pass of a stage timed, or with memory counted at every statement."""
 
     update: Trace  # of the program that all steps have: all of one, or what follows the last micro-batch
@@ -169,7 +169,7 @@ def _by_variable(program: Program) -> dict[str, Node | Group]:
 # --- stages
 
 
-def seen_of_stages(step: Step, timed: Watch, memory: Watch, predicted: StagedStep | None) -> Seen:
+def seen_of_stages(step: Step, timed: TracedStep, memory: TracedStep, predicted: StagedStep | None) -> Seen:
     """The traced step of every stage; what one stage did is reported of the one predicted to be the busiest, or the fullest."""
     records = _from_every_stage(step, timed, memory)
     busy, full = (records[predicted.busiest], records[predicted.fullest]) if predicted is not None else (records[0], records[0])
@@ -197,7 +197,7 @@ class StageRecord:
         return StageRecord(tasks, self.causes, memory, self.ended + by, self.host, self.zero)
 
 
-def _from_every_stage(step: Step, timed: Watch, memory: Watch) -> dict[int, StageRecord]:
+def _from_every_stage(step: Step, timed: TracedStep, memory: TracedStep) -> dict[int, StageRecord]:
     """By rank of the pipeline, from the ranks that are first along every other axis. All ranks must ask."""
     coords = step.compiled.coords
     rank = coords.get("pp", 0)
@@ -209,7 +209,7 @@ def _from_every_stage(step: Step, timed: Watch, memory: Watch) -> dict[int, Stag
     return {r: t.later(t.zero - first) if one_host else t for r, t in sorted(records.items())}
 
 
-def _stage_report(step: Step, rank: int, timed: Watch, memory: Watch, starts: Mapping[str, float]) -> StageRecord:
+def _stage_report(step: Step, rank: int, timed: TracedStep, memory: TracedStep, starts: Mapping[str, float]) -> StageRecord:
     row, several = f"stage {rank}", step.plan.chunks > 1
     made = StageRecord(ended=timed.ended, host=socket.gethostname(), zero=timed.zero)
     for p, counted in zip(timed.passes, memory.passes, strict=True):
