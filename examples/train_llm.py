@@ -59,7 +59,8 @@ def main() -> None:
     first = dist.get_rank() == 0
     if first:
         size = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"model {size:.1f}M parameters, plan {step.plan}, batch {args.batch} x {args.seq} tokens", flush=True)
+        resumed = f", resumed at step {step.steps}" if step.steps else ""
+        print(f"model {size:.1f}M parameters, plan {step.plan}, batch {args.batch} x {args.seq} tokens{resumed}", flush=True)
     began, done = time.perf_counter(), step.steps
     while step.steps < args.steps:
         value = step(rows[step.steps])
