@@ -62,4 +62,4 @@ def test_recomputing_projections_does_not_recompute_attention() -> None:
 def test_tokens_sent_beside_other_compute_are_waited_for_by_nothing_in_the_layer() -> None:
     setting = Setting.counted(64, 1, dp=8, ep=8)
     sent = [op for op in replace(deepseek(), beside=True).work(setting).layer.forward if isinstance(op, Collective) and op.axis == "ep"]
-    assert len(sent) == 2 and all(op.hidden and op.beside for op in sent)
+    assert len(sent) == 2 and all(op.hidden and op.concurrent for op in sent)

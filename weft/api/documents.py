@@ -1,4 +1,4 @@
-"""Packed documents dealt out by work: rows of as many tokens differ in flops, since a token sees its own document alone.
+"""Packed documents split by work: rows of as many tokens differ in flops, since a token sees its own document alone.
 
 A document of l tokens takes a * l + b * l * l flops, a and b being what the captured step does for a token and for a pair of tokens that see each other.
 The samples of a batch are put in an order whose halves, their halves and so on have nearly equal flops; so have ranks and micro-batches, which

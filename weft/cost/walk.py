@@ -73,7 +73,7 @@ class Walk:
         self.issue(name, op)
         if isinstance(op, Collective) and op.hidden:
             end = self.carry(op, op.axis, max(self.host, self.now))
-            self.under_way += [] if op.beside else [(op.axis, end)]
+            self.under_way += [] if op.concurrent else [(op.axis, end)]
             return
         self.wait("host", self.host)
         if isinstance(op, Collective):

@@ -120,7 +120,7 @@ class Collective:
     name: str = ""
     launches: int = 1
     hidden: bool = False  # runs overlapped with the compute that does not need it
-    beside: bool = False  # hidden by the compute of another micro-batch: nothing of its own waits for it before the pass ends
+    concurrent: bool = False  # hidden by the compute of another micro-batch: nothing of its own waits for it before the pass ends
     flops: float = 0.0
     saved: float = 0
     copies: int = 1  # of each row of an all_to_all, for as many ranks

@@ -85,7 +85,7 @@ def _infer(types: Types, attrs: Attrs) -> Type | Types:
 
 
 def multiplies(op: Op) -> bool:
-    """Whether it sums products of two operands, as matmuls and convolutions do, for several rows at once by code that their number chooses."""
+    """Whether it multiplies and sums two operands, as matmuls and convolutions do, for several rows at once by code that their number chooses."""
     return op.kind is Kind.CONTRACT or op.kind is Kind.COMPOSITE and op.linear is Linear.EACH
 
 

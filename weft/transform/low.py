@@ -39,7 +39,7 @@ def low_precision(p: Program, spared: Collection[str] = (), low: str = "fp8") ->
         if not equation:
             return with_operands(n, args)
         found = _in_blocks(equation, n, args) if scaled == "block" else None
-        return found if found is not None else scaled_matmul(equation, *args, n.dtype, fast=n in forward, by_row=scaled != "tensor")  # type: ignore[no-any-return]
+        return found if found is not None else scaled_matmul(equation, args[0], args[1], n.dtype, fast=n in forward, by_row=scaled != "tensor")  # type: ignore[no-any-return]
 
     return rebuilt(p, node)
 
