@@ -164,6 +164,8 @@ class _ExpertLayers(Layers):
 
     def experts(self) -> tuple[Op, ...]:
         s, t = self.shape, self.setting
-        chosen = tuple(replace(op, hidden=True, concurrent=True) if s.beside and isinstance(op, Collective) and op.axis == "ep" else op for op in super().experts())
+        chosen = tuple(
+            replace(op, hidden=True, concurrent=True) if s.beside and isinstance(op, Collective) and op.axis == "ep" else op for op in super().experts()
+        )
         served = Layers(replace(s, ffn=s.shared), t).feed_forward() if s.shared else ()
         return (*chosen, *(op for op in served if op.name in ("up", "activation", "down")))
