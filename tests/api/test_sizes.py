@@ -179,3 +179,25 @@ def test_a_last_batch_is_fewer_micro_batches() -> None:
     step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(*sizes[0], 9), accumulate=4)
     losses = [step(batch(*size, i)).item() for i, size in enumerate(sizes)]
     torch.testing.assert_close((losses, [p.detach() for p in step.sync_model().parameters()]), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2,zero3"])
+def test_a_part_of_the_same_size_may_be_of_another_batch(plan: str, tmp_path: Path) -> None:
+    """Four rows are half of eight, and of seven on the first rank: ranks say at every call whether theirs is as before. So do evaluations."""
+    sizes = [(8, 6), (7, 6), (8, 6), (9, 6), (5, 6)]
+    want, parameters = by_torch(made(Words), sizes)
+
+    def job(rank: int) -> None:
+        model, plain = made(Words), made(Words)
+        step = parallelize(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(8, 6, 9), plan=plan, check=False)
+        for i, size in enumerate(sizes):
+            half = slice(-(-size[0] // 2)) if rank == 0 else slice(-(-size[0] // 2), None)
+            part = {n: x[half] for n, x in batch(*size, i).items()}
+            plain.load_state_dict({n: step.full(f"param.{n}") for n, _ in plain.named_parameters()})
+            expected = [loss(plain, b).item() for b in (batch(*size, i), batch(7, 6, 1))]
+            assert [step.eval(part).item(), step.eval(batch(7, 6, 1)).item()] == pytest.approx(expected, rel=1e-9)
+            assert step(part).item() == pytest.approx(want[i], rel=1e-9)
+        step.sync_model()
+        torch.testing.assert_close([p.detach() for p in model.parameters()], parameters, rtol=1e-9, atol=1e-9)
+
+    on_ranks(2, job, tmp_path)

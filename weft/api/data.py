@@ -1,13 +1,15 @@
 """Which samples of a data set are this rank's, batch by batch: the same order for every plan, and after every restart.
 
-A step takes full batches, or on every rank its part of one. Where a shape is new, ranks ask each other which it is.
+A step takes full batches, or on every rank its part of one. Where a shape is new, ranks ask each other which it is; those that bring parts say
+at every call whether theirs is as before.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from weft import interp
 from weft.api.documents import balanced
 from weft.api.rank_sync import RankSync, one_process
 from weft.core.errors import RuntimeFault
-from weft.core.layout import Layout, Mesh, S
+from weft.core.layout import Layout, Mesh, Placement, S
 from weft.core.node import Type
+from weft.frontend.capture.batches import named_batch
 
 Shape = tuple[int, ...]
 
@@ -88,6 +91,18 @@ def part_of_batch(x: torch.Tensor, type_: Type, coords: dict[str, int]) -> torch
 # -- full batches and parts of them ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """What a full batch measures, and how what comes of it in parts is sharded."""
+
+    full: dict[str, Shape]
+    parts: dict[str, dict[str, Placement]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(batch: Any) -> Shapes:
+        return Shapes({n: tuple(x.shape) for n, x in named_batch(batch).items()})
+
+
 class Brought:
     """How a step's calls bring the tensors of their batches, full or in parts, and what full ones measure."""
 
@@ -102,6 +117,20 @@ class Brought:
         if any(_leaves_none(t) for _, _, t in known):
             return False
         return all(_is_part(x, t, coords) if n in self.parts else tuple(x.shape) == t.shape for n, x, t in known)
+
+    def all_fit(self, batch: Mapping[str, Tensor], types: Mapping[str, Type], coords: dict[str, int]) -> bool:
+        """The same of every rank's batch. A part alone does not tell: four rows are half of eight, and of seven on the first of two ranks."""
+        fits = self.fits(batch, types, coords)
+        return self.rank_sync.all_say(fits, "the size of a batch") if self.parts else fits
+
+    def full(self, batch: Mapping[str, Tensor], known: Sequence[Mapping[str, Type]], types: Mapping[str, Type], coords: dict[str, int]) -> dict[str, Shape]:
+        """What the full batch measures: what the first of the known programs that takes every rank's batch is for, or what all ranks say."""
+        fit = [i for i, its in enumerate(known) if self.fits(batch, its, coords)]
+        if self.parts:
+            fit = sorted(set(fit).intersection(*self.rank_sync.answers(fit, "the size of a batch")))
+        if fit:
+            return self.shapes(batch, known[fit[0]])
+        return self.agreed(batch, types, {n for n, x in batch.items() if any(n in t and tuple(x.shape) == t[n].shape for t in known)})
 
     def shapes(self, batch: Mapping[str, Tensor], types: Mapping[str, Type]) -> dict[str, Shape]:
         """Of a batch that fits these types, the shapes of the full tensor."""
@@ -125,13 +154,17 @@ class Brought:
         shapes = [{n: t[n][0] for n in own} for t in theirs]
         return {n: _joined(n, [s[n] for s in shapes], self._axes(n, shapes, types), types) if n in self.parts else s for n, s in own.items()}
 
+    def rows_sharded(self, types: Mapping[str, Type]) -> dict[str, dict[str, Placement]]:
+        """How a program shards what comes in parts."""
+        return {n: {a: S(0) for a in shard_rows(n, types[n])} for n in self.parts if n in types}
+
     def _axes(self, name: str, shapes: list[dict[str, Shape]], types: Mapping[str, Type]) -> tuple[str, ...]:
         """The axes that shard the rows of a tensor; of one that no program read yet, those that shard another of as many rows."""
         if name in types:
-            return _shard_rows(name, types[name])
+            return shard_rows(name, types[name])
         rows = [s[name][:1] for s in shapes]
         equal_names = (n for n in self.parts if n in types and [s[n][:1] for s in shapes] == rows)
-        return next((_shard_rows(n, types[n]) for n in equal_names), ())
+        return next((shard_rows(n, types[n]) for n in equal_names), ())
 
 
 @functools.cache
@@ -177,7 +210,7 @@ def _rows(shapes: list[Shape], axes: tuple[str, ...], mesh: Mesh) -> int:
     return sum(own.values())
 
 
-def _shard_rows(name: str, type_: Type) -> tuple[str, ...]:
+def shard_rows(name: str, type_: Type) -> tuple[str, ...]:
     shards: dict[str, Any] = {a: p for a, p in type_.layout.placements.items() if isinstance(p, S)}
     if any(p.dim or p.within is not None for p in shards.values()):
         raise RuntimeFault(

@@ -10,13 +10,14 @@ from torch import Tensor
 from weft.api.check_module import LossCase
 from weft.api.check_step import check_against_torch, check_current_state
 from weft.api.compiled import Compiled
+from weft.api.data import Shapes
 from weft.api.eager import How
 from weft.api.micro_batches import ForwardStages
 from weft.api.safety import seen_by_first
 from weft.core.layout import R
+from weft.core.node import Type
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.batches import named_batch
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.restored import as_before, evaluating
 from weft.plan.place import place
@@ -25,15 +26,11 @@ if TYPE_CHECKING:
     from weft.api.step import Step
 
 
-def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(x.shape) for n, x in named_batch(batch).items()}
-
-
 class Evaluation:
     """One program of the loss alone; nothing of the step changes when it runs."""
 
-    def __init__(self, step: Step, batch: Any) -> None:
-        self.step, self.shapes = step, shapes_of(batch)
+    def __init__(self, step: Step, batch: Any, brought: Shapes) -> None:
+        self.step, self.brought = step, brought
         with evaluating(step.model):
             reads = Reads(step.model, step.loss, batch)
             reads.answers = step.forms.asked() if step.forms is not None else None
@@ -51,19 +48,24 @@ class Evaluation:
             self.types = {n: node.type for n, node in self.run.program.input_names.items()}
 
     def _compiled(self) -> Compiled:
-        """State where the step has it, and a batch sharded as the step's, if it is of the same shape."""
+        """State where the step has it, and a batch sharded as the step's, if it is of the same shape or comes in parts."""
         step, program = self.step, self.captured.program
         types = {n: step.layout_of(n) for n in step.state_names if n in program.input_names and n not in self.captured.constants}
-        types |= {n: t for n, t in step._batch_types.items() if n in program.input_names and self.shapes[n] == t.shape}
-        placements = {n: {a: p for a, p in t.layout.placements.items() if p != R} for n, t in types.items()}
+        types |= {n: t for n, t in step._batch_types.items() if n in program.input_names and self.brought.full[n] == t.shape}
+        placements = self.brought.parts | {n: {a: p for a, p in t.layout.placements.items() if p != R} for n, t in types.items()}
         return Compiled(place(program, step.program.mesh, placements), device=step.compiled.device)
 
-    def is_for(self, batch: Any) -> bool:
-        return self.shapes == shapes_of(batch) and self.reads.hold(batch)
+    @property
+    def batch_types(self) -> dict[str, Type]:
+        inputs = self.captured.program.inputs_for(Role.BATCH)
+        return {n: t for n, t in self.types.items() if n in inputs}
+
+    def is_for(self, batch: Any, brought: Shapes) -> bool:
+        return self.brought == brought and self.reads.hold(batch)
 
     def __call__(self, batch: Any) -> Tensor:
         step, inputs = self.step, self.captured.program.input_names
-        given = step._batch(batch, {n: t for n, t in self.types.items() if n in inputs and inputs[n].role is Role.BATCH})
+        given = step._batch(batch, self.batch_types)
         constants = {n: x for n, x in self.reads.tensors_now(self.captured.constants).items() if n in self.types}
         local = {n: step.compiled.part(x, self.types[n].layout) for n, x in constants.items()}
         seed = torch.full((), step.seed + step.steps, dtype=torch.int64, device=step.compiled.device)

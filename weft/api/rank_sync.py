@@ -86,7 +86,7 @@ class RankSync:
 
     def __init__(self, run: str) -> None:
         self._key, self._asked = f"weft.settings.{run}", 0
-        self._so_far, self._calls = 0, 0
+        self._so_far, self._calls, self._votes = 0, 0, 0
         self._waiting: list[tuple[int, int, dict[str, float]]] = []
 
     def answers(self, mine: Any, about: str) -> list[Any]:
@@ -109,6 +109,27 @@ class RankSync:
         if any(what != about for what, _ in answers):
             raise _waited_for([r for r, (what, _) in enumerate(answers) if what != about], about)
         return [answer for _, answer in answers]
+
+    def all_say(self, yes: bool, about: str) -> bool:
+        """Whether every rank says yes, where all are asked again and again: two messages of each to the store, however many they are."""
+        if one_process():
+            return yes
+        self._votes += 1
+        n, store, key = world(), dist.distributed_c10d._get_default_store(), f"{self._key}.vote.{self._votes}"
+        said = store.add(key, 1 if yes else n + 1)  # as many as have said something, modulo n, and n times those who said no
+        if said % n == 0:  # the last one; nobody waits for an earlier vote any more
+            store.set(f"{key}.all", str(int(said == n)))
+            for name in (f"{self._key}.vote.{self._votes - 1}", f"{self._key}.vote.{self._votes - 1}.all"):
+                store.delete_key(name)
+        try:
+            store.wait([f"{key}.all"], timedelta(seconds=faults.timeout_s()))
+        except (RuntimeError, dist.DistError):
+            raise RuntimeFault(
+                f"{n - store.add(key, 0) % n} of {n} ranks did not answer about {about}",
+                needed=f"every rank to call the step, within {faults.timeout_s():g} s",
+                found="those that are missing are doing something else, or ended", try_="WEFT_TIMEOUT sets the limit in seconds",
+            ) from None  # fmt: skip
+        return store.get(f"{key}.all") == b"1"
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

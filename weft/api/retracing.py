@@ -10,7 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.api.data import Brought, Shape
+from weft.api.data import Brought, Shape, Shapes
 from weft.api.lifting import filled_in, may_lift
 from weft.api.ranges import Ranges, of_shapes
 from weft.api.rank_sync import RankSync, one_process
@@ -27,7 +27,7 @@ from weft.api.step_state import RUNNING
 from weft.core import cache
 from weft.core.errors import CaptureError, RuntimeFault, WeftError
 from weft.core.names import original
-from weft.core.node import remade, user_level
+from weft.core.node import Type, remade, user_level
 from weft.core.program import Program
 from weft.frontend.capture import Captured
 from weft.frontend.capture.batch_numbers import Answers
@@ -84,7 +84,7 @@ class Variants:
         self.unlifted: set[str] = set()
         self.settings = SettingsGuard(optimizer)
         self.rank_sync = RankSync(run)
-        self.brought = Brought(self.rank_sync)
+        self.brought, self.brought_to_eval = Brought(self.rank_sync), Brought(self.rank_sync)
         self.own: dict[str, Tensor] = {}
         self.constants = Kept(next((p.device for p in model.parameters()), torch.device("cpu")))
         self.answers = Answers(self._of_module)
@@ -179,7 +179,7 @@ class Variants:
         """Make the step run the program that this call needs; with `exact` one that was compiled for its shape, and no other."""
         self.exact = exact
         self.answers.forget()  # an evaluation, or a call that failed, had others
-        fits = self.brought.fits(named_batch(batch), step._batch_types, step.compiled.coords)
+        fits = self.brought.all_fit(named_batch(batch), step._batch_types, step.compiled.coords)
         other = exact and any(f.ranged and f.attributes["compiled"] is step.compiled for f in self.kept)
         same = self.settings.hold(self.given) and step.captured.given == self.given and _answers_hold(step, step.captured)
         if self.impure or other or not (fits and same and step.reads.hold(batch)):
@@ -189,13 +189,13 @@ class Variants:
 
     def _shapes(self, step: Step, batch: Any, fits: bool) -> dict[str, Shape]:
         """What the full batch measures; ranks are asked only where no program has taken one like it."""
-        given, coords = named_batch(batch), step.compiled.coords
-        known = [step._batch_types, *(f.attributes["_batch_types"] for f in self.kept)]
-        for types in known if fits else known[1:]:
-            if self.brought.fits(given, types, coords):
-                return self.brought.shapes(given, types)
-        seen = {n for n, x in given.items() if any(n in t and tuple(x.shape) == t[n].shape for t in known)}
-        return self.brought.agreed(given, step._batch_types, seen)
+        given, known = named_batch(batch), [step._batch_types, *(f.attributes["_batch_types"] for f in self.kept)]
+        return self.brought.shapes(given, known[0]) if fits else self.brought.full(given, known, known[0], step.compiled.coords)
+
+    def evaluated(self, step: Step, batch: Any, known: Sequence[Mapping[str, Type]]) -> tuple[Any, Shapes]:
+        """The full batch of an evaluation, of which this may be a part, as it is traced; what it measures, and how parts are sharded."""
+        shapes = self.brought_to_eval.full(named_batch(batch), known, step._batch_types, step.compiled.coords)
+        return self._example_of(batch, shapes), Shapes(shapes, self.brought_to_eval.rows_sharded(step._batch_types))
 
     def _retrace(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> None:
         if self.impure:

@@ -15,7 +15,7 @@ from weft.api.check_blocks import filled
 from weft.api.check_step import Case, Verdict, check_current_state
 from weft.api.checkpoint import Store, as_dtensor
 from weft.api.compiled import Compiled
-from weft.api.data import Rows, part_of_batch, rows_of
+from weft.api.data import Rows, Shapes, part_of_batch, rows_of
 from weft.api.deviation import moved
 from weft.api.documents import work_of
 from weft.api.eager import How
@@ -160,9 +160,11 @@ class Step(StepState):
     def eval(self, batch: Any) -> Tensor:
         """The loss alone, in evaluation mode; nothing changes."""
         self.take_written()
+        example, brought = batch, Shapes.of(batch)
         if self.forms is not None:
             self.forms.asked().forget()
-        found = next((e for e in self._evaluations if e.is_for(batch)), None) or Evaluation(self, batch)
+            example, brought = self.forms.evaluated(self, batch, [e.batch_types for e in self._evaluations])
+        found = next((e for e in self._evaluations if e.is_for(batch, brought)), None) or Evaluation(self, example, brought)
         if found.lasts and found not in self._evaluations:
             self._evaluations = [*self._evaluations[-MOST:], found]
         return found(batch)
