@@ -86,7 +86,7 @@ def _sent_text(n: Node, inputs: Sequence[Node], way: Sending, coords: Mapping[st
     experts_here = up.layout.positions(0, coords)
     on_gpu = library_call(n, [], device, False, coords) is not None
     run = f"library.{n.op.name}" if on_gpu else f"{n.op.name}_on"
-    how = f"first={int(experts_here[0])}" if on_gpu else f"held=torch.arange({int(experts_here[0])}, {int(experts_here[0]) + len(experts_here)})"
+    how = f"first={int(experts_here[0])}" if on_gpu else f"slots=torch.arange({int(experts_here[0])}, {int(experts_here[0]) + len(experts_here)})"
     columns = "" if way.columns is None else f"columns=slice({way.columns[0]}, {way.columns[1]}), "
     more = f"group=on.{n.attr('sent')}, shape={way.made[-1].layout.local_shape(coords)}, {columns}"
     return lambda v: f"sent.{n.op.name}({', '.join(map(v, inputs))}, {more}through=lambda *xs: {run}(*xs, act={n.attr('act')!r}, {how}))"
