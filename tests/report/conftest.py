@@ -18,6 +18,7 @@ from weft import dynamic
 from weft.report import report
 
 NAMES = ("llama3-8b-plan", "own-plan", "gpt-run", "pipeline-run", "tree-lstm-run")
+EVERY = (*NAMES, "compare")  # two plans side by side too
 OWN = """
 import torch
 from torch import nn
@@ -55,11 +56,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.getbasetemp().parent / "pages"
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
-            return {name: folder / f"{name}.html" for name in NAMES}
+            return {name: folder / f"{name}.html" for name in EVERY}
         making = tmp_path_factory.mktemp("making")
         make(making)
         making.rename(folder)
-    return {name: folder / f"{name}.html" for name in NAMES}
+    return {name: folder / f"{name}.html" for name in EVERY}
 
 
 def make(folder: Path) -> dict[str, Path]:
@@ -72,7 +73,10 @@ def make(folder: Path) -> dict[str, Path]:
     train_trees(folder / "trees")
     sources = (folder / "llama.json", folder / "own.json", folder / "gpt", folder / "line", folder / "trees")
     explained = {"llama3-8b-plan"}  # to explain a captured plan is to search again
-    return {n: report(source, folder / f"{n}.html", n in explained, run_model=True)[0] for n, source in zip(NAMES, sources, strict=True)}
+    made = {n: report(source, folder / f"{n}.html", n in explained, run_model=True)[0] for n, source in zip(NAMES, sources, strict=True)}
+    for name, pins in (("zero3", {"zero": "3", "tp": "1"}), ("tp2", {"zero": "1", "tp": "2"})):
+        llama(pins | {"pp": "1"}).save(folder / f"{name}.json")
+    return made | {"compare": report(folder / "zero3.json", folder / "compare.html", other=folder / "tp2.json")[0]}
 
 
 @cache
@@ -85,13 +89,12 @@ def planned(model: str, pp: int) -> Any:
     return plan_program(model, cluster("2x2xV100"), 64, "fp16", Limits(pins={"pp": str(pp), "tp": "1", "zero": "0", "schedule": "1f1b"}))
 
 
-def llama() -> Any:
+def llama(pins: dict[str, str] = {"tp": "2", "pp": "2", "zero": "1", "schedule": "1f1b"}) -> Any:  # noqa: B006
     """Small enough to be explained in a second or two; pinned so that every axis has something to show."""
     from weft.plan.planner import Request, make_plan
     from weft.plan.space import Limits
 
-    limits = Limits(0, 0.0, {"tp": "2", "pp": "2", "zero": "1", "schedule": "1f1b"})
-    return make_plan(Request("llama3-8b", "8xA100", 32, 4096, "time", limits))
+    return make_plan(Request("llama3-8b", "8xA100", 32, 4096, "time", Limits(0, 0.0, pins)))
 
 
 def train_gpt(folder: Path, plan: str) -> None:

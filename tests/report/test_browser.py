@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.conftest import NAMES
+from tests.report.conftest import EVERY, NAMES
 from weft import Mesh, lang, trace
 from weft.report import html
 
@@ -61,7 +61,7 @@ def background(browser: Any) -> str:
     return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_opens_without_error(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
     show(browser, pages[name], scheme)
@@ -78,7 +78,7 @@ def test_a_page_opens_without_error(browser: Any, pages: dict[str, Path], name: 
             browser.save_screenshot(f"{folder}/report-first-screen-{scheme}.png")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_page_fits_a_phone(browser: Any, pages: dict[str, Path], name: str) -> None:
     show(browser, pages[name], width=390, height=844)
     assert errors(browser) == []
@@ -86,7 +86,7 @@ def test_a_page_fits_a_phone(browser: Any, pages: dict[str, Path], name: str) ->
     assert browser.execute_script("return document.getElementById('timeline').clientWidth") > 250
     if (folder := os.environ.get("WEFT_SCREENSHOTS")) and name == "llama3-8b-plan":
         for scheme in ("light", "dark"):
-            show(browser, pages[name], scheme, width=390, height=844)
+            show(browser, pages[name], scheme, width=390, height=1300, scale=2)
             browser.save_screenshot(f"{folder}/report-phone-{scheme}.png")
 
 

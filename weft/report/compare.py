@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from weft.report.facts import Curve, Facts, Figure, View
@@ -11,13 +12,21 @@ def compared(a: Facts, b: Facts, names: tuple[str, str]) -> Facts:
     """The facts of both, by name; `names` are made different where they are equal."""
     first, second = names if names[0] != names[1] else (f"{names[0]} (1)", f"{names[1]} (2)")
     return Facts(
-        title=f"{first} and {second}", about=f"{first}: {a.about} {second}: {b.about}", figures=list(_figures(a.figures, b.figures, first, second)),
+        title=f"{first} and {second}", about=_about(a.about, b.about, first, second), figures=list(_figures(a.figures, b.figures, first, second)),
         plan=_decisions(a.plan, b.plan), plan_head=("decision", first, second), says=[*(f"{first}: {x}" for x in a.says), *(f"{second}: {x}" for x in b.says)],
         views=_views(a, b, first, second), causes_ms={**_named(a.causes_ms, first), **_named(b.causes_ms, second)},
         memory=[Curve(name, _total(f.memory), kind=kind) for name, f, kind in ((first, a, "dp"), (second, b, "tp")) if f.memory],
         budget=max(a.budget, b.budget),
         memory_note="Peak and course of the memory of a device.", steps={},
     )  # fmt: skip
+
+
+def _about(a: str, b: str, first: str, second: str) -> str:
+    """What each is, and the sentences that stand in both once."""
+    x, y = (re.split(r"(?<=\.) ", text) for text in (a, b))
+    both = [s for s in x if s in y]
+    own = (f"{name}: {' '.join(s for s in of if s not in both)}" for name, of in ((first, x), (second, y)))
+    return " ".join([*own, *both])
 
 
 def _figures(a: Sequence[Figure], b: Sequence[Figure], first: str, second: str) -> list[Figure]:
