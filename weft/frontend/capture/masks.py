@@ -104,7 +104,7 @@ def _as_bool(r: Recorder, mask: Node) -> Node | None:
     if found is None:
         return None
     with unheard():
-        far, seen = found <= _least(found.dtype), found == 0
+        far, seen = found <= torch.finfo(found.dtype).min, found == 0
         every = bool(seen.any(-1).all()) or not bool((found[far] > -math.inf).any())
         if not bool((far | seen).all()) or not every:
             return None
@@ -140,10 +140,6 @@ def _number(r: Recorder, node: Node) -> float | None:
     if node.op in (const, full_op):
         return float(node.attr("value"))
     return None
-
-
-def _least(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).min
 
 
 # -- bands: all i - j between two bounds -------------------------------------------------------------------------------------

@@ -215,11 +215,8 @@ def shown_contents(copy: Any) -> str:
 
 def holds_traced(value: Any) -> bool:
     """Whether a tensor of the trace is in it, or a weak reference that is of one or of nothing any more, as recurrent layers keep them."""
-    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and _traced(x())) for x in values(value, objects=False))
-
-
-def _traced(referred: Any) -> bool:
-    return referred is None or isinstance(referred, FakeTensor)
+    some = values(value, objects=False)
+    return any(isinstance(x, FakeTensor) or (isinstance(x, weakref.ref) and isinstance(x(), (FakeTensor, type(None)))) for x in some)
 
 
 def random_state(source: Any) -> bytes:
