@@ -231,7 +231,7 @@ def test_micro_batches_are_rewritten_too(case: Case, axis: str, setting: dict[st
 def test_auto_offers_rewritten_steps_and_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitting = pool.Pool.fitting.fget  # type: ignore[attr-defined]
     rewritten_first = property(
-        lambda pool: sorted(fitting(pool), key=lambda o: (o.plan not in pool.moves, not o.plan.startswith(pool.SOLVER)))
+        lambda own: sorted(fitting(own), key=lambda o: (o.plan not in own.moves, not o.plan.startswith(pool.SOLVER)))
     )
     monkeypatch.setattr(pool.Pool, "fitting", rewritten_first)
     want = torch_losses(DLRM)
