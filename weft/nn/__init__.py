@@ -1,4 +1,5 @@
-"""Linear layers whose matmul and collective run at the same time, with gradients that overlap too."""
+"""Linear layers whose matmul and collective run at the same time, with gradients that overlap too. They are for models of your own: plans with
+`async-tp` have chunks of ordinary matmuls and collectives instead."""
 
 from weft.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from weft.nn.layers import AllGatherLinear, LinearAllReduce, LinearReduceScatter
