@@ -116,9 +116,9 @@ class RankSync:
             return yes
         self._votes += 1
         n, store, key = world(), dist.distributed_c10d._get_default_store(), f"{self._key}.vote.{self._votes}"
-        said = store.add(key, 1 if yes else n + 1)  # as many as have said something, modulo n, and n times those who said no
-        if said % n == 0:  # the last one; nobody waits for an earlier vote any more
-            store.set(f"{key}.all", str(int(said == n)))
+        votes = store.add(key, 1 if yes else n + 1)  # as many as have said something, modulo n, and n times those who said no
+        if votes % n == 0:  # the last one; nobody waits for an earlier vote any more
+            store.set(f"{key}.all", str(int(votes == n)))
             for name in (f"{self._key}.vote.{self._votes - 1}", f"{self._key}.vote.{self._votes - 1}.all"):
                 store.delete_key(name)
         try:
