@@ -185,13 +185,14 @@ class _Placer:
             if resharded is not None:
                 return resharded
         key = self._layout_key(node, args)
-        for strategies in (_taken[key],) if key in _taken else self._candidates(node, args):
+        taken = _taken.get(key) if key is not None else None
+        for strategies in (taken,) if taken is not None else self._candidates(node, args):
             try:
                 moved = [reshard(a, w) for a, w in zip(args, strategies, strict=True)]
                 new = _applied(node, moved, attrs)
             except (TypeMismatch, LayoutError):
                 continue
-            if key is not None:
+            if key is not None and taken is None:
                 _remember(key, tuple(strategies))
             self.done |= {a: b for a, b in zip(args, moved, strict=True) if _partial_axes(a) and _partial_axes(a) <= self.inner and not _partial_axes(b)}
             return new
