@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.core.errors import PlanError
 from weft.core.layout import R, S
+from weft.frontend.source import load
 from weft.plan.pins import Pin, dtensor_pins, is_layout, parse_pin, resolve
 from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request
-from weft.plan.tensors import CapturedLayers, plan_pinned, with_baseline
+from weft.plan.tensors import plan_pinned, with_baseline
 
 REQUEST = Request("gpt2", "1x2xA100", batch=8)
 SHAPES = {"param.blocks.0.mlp.up.weight": (64, 16), "param.blocks.1.mlp.up.weight": (64, 16), "param.tokens.weight": (10, 16)}
@@ -43,12 +45,12 @@ def test_what_is_wrong_is_said(text: str, says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def layers() -> CapturedLayers:
-    return CapturedLayers(REQUEST)
+def model() -> nn.Module:
+    return load("gpt2", device="meta", layers=2).model
 
 
-def test_the_plans_own_cut_is_free_and_another_costs(layers: CapturedLayers) -> None:
-    names = [n for n, _ in layers.model().model.named_parameters()]
+def test_the_plans_own_cut_is_free_and_another_costs(model: nn.Module) -> None:
+    names = [n for n, _ in model.named_parameters()]
     up = next(n for n in names if n.endswith("mlp.up.weight")).replace("blocks.0", "blocks.*")
     made = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(0)")])
     assert isinstance(made, Plan) and made.setting.tp == 2 and made.predicted["layouts_ms"] == 0.0
@@ -57,8 +59,8 @@ def test_the_plans_own_cut_is_free_and_another_costs(layers: CapturedLayers) -> 
     assert other.setting.pins == (f"{up}=tp:S(1)",)
 
 
-def test_infeasible_says_without_which_pin(layers: CapturedLayers) -> None:
-    names = [n for n, _ in layers.model().model.named_parameters()]
+def test_infeasible_says_without_which_pin(model: nn.Module) -> None:
+    names = [n for n, _ in model.named_parameters()]
     up = next(n for n in names if n.endswith("mlp.up.weight"))
     made = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(7)")])
     assert isinstance(made, Infeasible) and "a dim below 2" in made.reason and f'without --pin "{up}=tp:S(7)"' in made.change
@@ -66,14 +68,14 @@ def test_infeasible_says_without_which_pin(layers: CapturedLayers) -> None:
         plan_pinned(REQUEST, [parse_pin(f"{up}=dp:S(0)")])
 
 
-def test_a_users_plan_is_a_baseline(layers: CapturedLayers) -> None:
+def test_a_users_plan_is_a_baseline(model: nn.Module) -> None:
     good = {
         "blocks.*.attention.qkv": "colwise",
         "blocks.*.attention.out": "rowwise",
         "blocks.*.mlp.up": "colwise",
         "blocks.*.mlp.down": "rowwise",
     }
-    modules = {n for n, _ in layers.model().model.named_modules()}
+    modules = {n for n, _ in model.named_modules()}
     mine = {k: v for k, v in good.items() if k.replace("*", "0") in modules}
     from weft.plan.planner import make_plan
 
@@ -82,9 +84,9 @@ def test_a_users_plan_is_a_baseline(layers: CapturedLayers) -> None:
     made = with_baseline(free, REQUEST, "dtensor", mine)
     assert made.baselines_ms["dtensor"] >= made.step_ms
     with pytest.raises(PlanError, match="the plan names no module"):
-        dtensor_pins(layers.model().model, {"nowhere": "colwise"})
+        dtensor_pins(model, {"nowhere": "colwise"})
     with pytest.raises(PlanError, match="cannot read the plan of"):
-        dtensor_pins(layers.model().model, {next(iter(mine)): "diagonal"})
+        dtensor_pins(model, {next(iter(mine)): "diagonal"})
 
 
 def test_the_command(tmp_path: Path) -> None:

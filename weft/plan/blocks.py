@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.core.errors import PlanError, WeftError
 from weft.core.layout import S
+from weft.core.names import bare
 from weft.core.role import Role
 from weft.cost.grouping import CLASSIC, local_bytes
 from weft.cost.work import Attention, Gemm, Op
@@ -45,12 +46,24 @@ class Stack:
     repeats: int = 0
     captured_params: float = 0.0
     resized: Callable[[int], Stack] | None = None  # the same with so many tokens
+    layouts: tuple[str, ...] = ()  # of parameters along tp, as `plan.pins` writes them
     _shorts: dict[int, Short] = field(default_factory=dict)
     _places: dict[tuple[int, Setting], PlacedShort] = field(default_factory=dict)
     _works: dict[tuple[int, Setting], Workload] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], float] = field(default_factory=dict)
     _slices: dict[int, int] = field(default_factory=dict)
     _grown: dict[tuple[int, Setting], Callable[[float], Any] | None] = field(default_factory=dict)
+    _pinned: dict[tuple[str, ...], Stack] = field(default_factory=dict)
+
+    def pinned(self, layouts: tuple[str, ...]) -> Stack:
+        """The same model with some layouts of parameters fixed."""
+        if layouts not in self._pinned:
+            at_length, resized = self.resized, None
+            if at_length is not None:
+                resized = lambda tokens: at_length(tokens).pinned(layouts)  # noqa: E731
+            made = Stack(self.name, self.at, self.dtype, self.seq, self.repeats, self.captured_params, resized, layouts, self._shorts)
+            self._pinned[layouts] = made if layouts else self
+        return self._pinned[layouts]
 
     @property
     def depth(self) -> int:
@@ -67,7 +80,22 @@ class Stack:
 
     def may_shard(self, tp: int, cp: int, asked: bool = False) -> bool:
         """Whether matmuls can be shared by so many devices, most of them where nobody asked for it, and samples by so many in slices worth having."""
-        return self._is_sharded("tp", tp, 0.0 if asked else 0.5) and self._is_sharded("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
+        if self.layouts and tp == 1:
+            return False
+        return self._is_sharded("tp", tp, 0.0 if asked or self.layouts else 0.5) and self._is_sharded("cp", cp) and (cp == 1 or self._slice(cp) >= LEAST_SLICE)
+
+    def refusal(self, tp: int) -> str:
+        """Why matmuls cannot be shared by so many devices."""
+        try:
+            self._placed(Setting(tp=tp), FEW).params(LAYER, False)
+        except WeftError as e:
+            return f"{e.message}, {e.needed}"
+        return "nothing is sharded"
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the parameters of what is priced: of repeated blocks those of one."""
+        return {bare(name) for name in self.short(FEW).program.inputs_for(Role.PARAMETER)}
 
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is sharded."""
@@ -158,7 +186,7 @@ class Stack:
 
     def _placed(self, sharded: Setting, n: int) -> PlacedShort:
         if (n, sharded) not in self._places:
-            self._places[n, sharded] = PlacedShort(self.short(n), sharded)
+            self._places[n, sharded] = PlacedShort(self.short(n), sharded, self.layouts)
         return self._places[n, sharded]
 
     def _made(self, placed: PlacedShort) -> Workload:

@@ -16,7 +16,7 @@ from weft.core.errors import PlanError
 from weft.core.picture import part_of_root
 from weft.plan.baselines import EVERYTHING
 from weft.plan.plan import Plan
-from weft.plan.planner import PROGRAMS, Request, settings_on_unequal
+from weft.plan.planner import PROGRAMS, search_of, settings_on_unequal
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import DECISIONS as NAMES
 from weft.plan.setting import Setting
@@ -87,9 +87,8 @@ def explain(plan: Plan, progress: Callable[[str], None] = lambda _: None, run_mo
     if not plan.is_stack:
         yield from part_of_root(PROGRAMS).explain_program(plan, progress)
         return
-    problem = _problem(plan)
-    limits = Limits.of(plan.limits)
-    own = Search(problem, limits)
+    own = search_of(plan)
+    limits = own.limits
     if plan.setting.shares:
         yield from explain_shares(own, plan, progress)
         return
@@ -107,10 +106,6 @@ def explain(plan: Plan, progress: Callable[[str], None] = lambda _: None, run_mo
         found = other.best(EVERYTHING, asked.objective)
         if isinstance(found, Found):
             yield _reason(own, asked, decision, value, chosen, found)
-
-
-def _problem(plan: Plan) -> PlanProblem:
-    return Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype, imbalance=plan.setting.imbalance).problem()
 
 
 def _reason(search: Search, asked: _Alternatives, decision: str, value: str, chosen: Found, found: Found) -> Reason:

@@ -18,6 +18,7 @@ from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind
 from weft.plan.layers import ATTENTION, FFN, FULL
 from weft.plan.named import input_layouts
+from weft.plan.pins import parse_pin, resolve
 from weft.plan.place import Placements, placed_with
 from weft.plan.sent_alone import imbalanced, sent_alone
 from weft.plan.setting import Setting
@@ -32,12 +33,15 @@ class PlacedShort:
 
     short: Short
     setting: Setting
+    layouts: tuple[str, ...] = ()  # of parameters along tp
 
     @cached_property
     def _made(self) -> tuple[Program, Mapping[Node, Node]]:
         s, p = self.setting, self.short.program
         named = Spec(cp=s.cp, ep=s.ep, tp=s.tp, sp=s.sp and s.tp > 1)
-        places, options = input_layouts(p, named, {})
+        shapes = {n: node.shape for n, node in p.inputs_for(Role.PARAMETER).items()}
+        pins = resolve(map(parse_pin, self.layouts), shapes, named.mesh.sizes) if s.tp > 1 else {}
+        places, options = input_layouts(p, named, {}, pins)
         placements: dict[str, Placements] = {
             f"d.{name}": {a: places.get(name, {}).get(a, R) for a in ("tp", "ep") if a in named.mesh.axes and (a == "tp" or a in places.get(name, {}))}
             for name in p.input_names if f"d.{name}" in p.output_names

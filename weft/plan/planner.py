@@ -52,6 +52,7 @@ class Request:
     fastest: bool = False  # whether the fastest is taken even where a simpler plan is as fast within what predictions are off
     dtype: str = ""  # the faster 16-bit kind where none is said
     imbalance: float = 1.0  # picks of the busiest rank of ep over those of an average one
+    layouts: tuple[str, ...] = ()  # of parameters of a stack, as `plan.pins` writes them
 
     def check(self) -> None:
         """Refuse by name what cannot be asked, before any work."""
@@ -70,11 +71,16 @@ class Request:
             needed = "--seq of a model by name or of hf:FOLDER"
             raise PlanError(f"{self.model} has the length of its example", needed=needed, found=f"--seq {self.seq}", try_="without --seq")
 
+    def stack(self) -> tuple[Stack, int]:
+        """The model with its layouts, and the samples of its example."""
+        stack, own = captured_stack(self.model, self.dtype or best_dtype(read_cluster(self.cluster)), self.seq)
+        return stack.pinned(self.layouts), own
+
     def problem(self) -> PlanProblem:
         self.check()
         place = read_cluster(self.cluster)
         dtype = self.dtype or best_dtype(place)
-        stack, own = captured_stack(self.model, dtype, self.seq)
+        stack, own = self.stack()
         batch = self.batch or (usual_batch(stack.params, stack.seq) if stack.seq else own * place.devices)
         return PlanProblem(stack, place, batch, dtype, imbalance=self.imbalance)
 
@@ -376,9 +382,17 @@ def _record(
     }  # fmt: skip
     if s.pp > 1 and not s.stages:
         s = s.with_layers(even_layers(p.depth, s.virtual_stages))
+    s = replace(s, pins=request.layouts)
     return Plan(
         request.model, p.cluster.text, p.shape.seq, request.objective, origin, s, request.limits.data(), predicted, others, lacking,
     )  # fmt: skip
+
+
+def search_of(plan: Plan) -> Search:
+    """The search that prices a plan of a stack, within the limits it was made in."""
+    s = plan.setting
+    request = Request(plan.model, plan.cluster, s.global_batch, plan.seq, dtype=s.dtype, imbalance=s.imbalance, layouts=s.pins)
+    return Search(request.problem(), Limits.of(plan.limits))
 
 
 def _breakdown(search: Search, found: Found) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from weft.plan.named import input_layouts
 from weft.plan.phase import LayerRun
 from weft.plan.place import place
 from weft.plan.plan import Plan
-from weft.plan.planner import EXACT, Request
-from weft.plan.search import Search, describe
+from weft.plan.planner import EXACT, search_of
+from weft.plan.search import describe
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, detail
-from weft.plan.space import Limits
 from weft.plan.spec import Spec
 from weft.plan.stage_partitioner import staged
 from weft.plan.summaries import rows
@@ -149,7 +148,7 @@ def _placed(plan: Plan, w: Any) -> dict[str, Any]:
 
 
 def _step(plan: Plan) -> dict[str, Any]:
-    search, setting, note = _search(plan), plan.setting, ""
+    search, setting, note = search_of(plan), plan.setting, ""
     if setting.virtual_stages * setting.micro_batches > EXACT:
         few = 2 * setting.pp
         note = f"The first {few} of {setting.micro_batches:,} micro-batches; the rest repeats them."
@@ -165,12 +164,6 @@ def _step(plan: Plan) -> dict[str, Any]:
         "views": views, "causes_ms": _causes(plan), "memory": curves, "budget": search.memory,
         "memory_note": f"Of {where}. {note}".strip(),
     }  # fmt: skip
-
-
-def _search(plan: Plan) -> Search:
-    request = Request(plan.model, plan.cluster, plan.setting.global_batch, plan.seq, dtype=plan.setting.dtype, imbalance=plan.setting.imbalance)
-    limits = Limits.of(plan.limits)
-    return Search(request.problem(), limits)
 
 
 def _sizes(work: Workload, s: Setting) -> list[float]:
