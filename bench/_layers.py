@@ -14,7 +14,7 @@ from functools import cached_property
 from weft.cluster.kernels import WIDTH, kept_width
 from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op, through_experts
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape
+from weft.plan.sizes import Shape
 from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 

@@ -73,12 +73,12 @@ def needed(size: str, optimizer: str, devices: int, kernels: str, zero: int, mic
     from dataclasses import replace
 
     from weft.cluster.spec import cluster
+    from weft.frontend.catalog import entry
     from weft.plan.planner import captured_stack
     from weft.plan.setting import Setting
     from weft.plan.simulate import simulate
-    from weft.plan.transformer import shape
 
-    model, stack = shape(MODELS[size], seq=128), captured_stack(MODELS[size], "fp16", 128)[0]
+    model, stack = entry(MODELS[size]).settings, captured_stack(MODELS[size], "fp16", 128)[0]
     setting = Setting.counted(
         global_batch=micro_batch * devices, micro_batch=micro_batch, dp=devices, zero=zero, kernels=kernels, dtype="fp16", grad_dtype="fp16"
     )

@@ -21,7 +21,7 @@ from weft.core.errors import WeftError
 from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
-from weft.plan.transformer import Shape
+from weft.plan.sizes import Shape
 
 CLUSTERS = ("1x8xA100", "2x8xH100", "4x8xH100", "1x8xV100", "2x8xB200", "8x8xH200", "1x8xRTX4090", "2x8xMI300X")
 OVERLAPS = ("overlap_grads", "overlap_params", "overlap_sends")

@@ -16,9 +16,9 @@ from weft.plan.baselines import BASELINES
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.search import CLOSE, Found, Search
 from weft.plan.setting import Setting
+from weft.plan.sizes import Shape
 from weft.plan.space import Limits, PlanProblem
 from weft.plan.spec import RECOMPUTE, Spec
-from weft.plan.transformer import Shape
 
 SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
 ALONE = {"data parallel": (0,), "zero1": (1,), "zero2": (2,), "zero3": (3,)}

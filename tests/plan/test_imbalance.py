@@ -24,10 +24,10 @@ from weft.plan.planner import Request, make_plan, sized_stack
 from weft.plan.price_configuration import price_configuration
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, simulate
+from weft.plan.sizes import Shape
 from weft.plan.space import Limits
 from weft.plan.spec import Spec
 from weft.plan.summaries import differences, plan_text
-from weft.plan.transformer import Shape
 
 SHAPE = Shape(8, 1024, 16, 512, 512, gated=True, experts=8, chosen=2)
 MEGATRON = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2 --global-batch-size 64 --bf16 "

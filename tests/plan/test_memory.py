@@ -7,7 +7,7 @@ import pytest
 from weft.plan.memory import saved
 from weft.plan.planner import sized_stack
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape
+from weft.plan.sizes import Shape
 
 SAMPLES, TOKENS, HIDDEN, HEADS = 4, 1024, 1024, 16
 GPT = Shape(3, HIDDEN, HEADS, 50304, TOKENS, dropout=True)

@@ -14,7 +14,7 @@ from weft.plan.planner import sized_stack
 from weft.plan.schedules import SCHEDULES, Order, Schedule
 from weft.plan.setting import Setting
 from weft.plan.simulate import simulate
-from weft.plan.transformer import Shape
+from weft.plan.sizes import Shape
 
 ALL = [(name, 1) for name, s in SCHEDULES.items() if s.folded is None]
 ALL += [(name, v) for name, s in SCHEDULES.items() if s.takes_chunks for v in ((2,) if s.folded else (2, 3))]

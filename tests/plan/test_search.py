@@ -12,9 +12,9 @@ from weft.plan.baselines import BASELINES, EVERYTHING
 from weft.plan.plan import Plan
 from weft.plan.planner import Infeasible, Request, make_plan, sized_stack
 from weft.plan.search import CLOSE, Found, Nothing, Search
+from weft.plan.sizes import Shape
 from weft.plan.space import Limits, PlanProblem, candidates, parse_pins, shardings
 from weft.plan.stages import as_if, shared, split_batch, uneven
-from weft.plan.transformer import Shape
 
 SMALL = Shape(layers=8, hidden=1024, heads=16, vocab=32000, seq=1024, rotary=True, gated=True, bias=False, tied=False, name="small")
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from bench._layers import Counted
 from weft.cli import app
 from weft.cluster.spec import cluster
-from weft.core.errors import PlanError, UnknownName
+from weft.core.errors import PlanError
 from weft.cost.price import Costs
 from weft.cost.walk import Walk
 from weft.cost.work import Collective
@@ -23,7 +23,7 @@ from weft.plan.phase import LayerRun, Pass, walk
 from weft.plan.planner import captured_stack, sized_stack
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, _Simulation, held, simulate
-from weft.plan.transformer import Shape, shape
+from weft.plan.sizes import Shape
 from weft.plan.workload import Workload, split_weight
 
 GPT = Counted(24, 2048, 16, 51200, 2048, name="gpt")
@@ -333,11 +333,6 @@ def test_weight_gradients_may_wait() -> None:
 )  # fmt: skip
 def test_named_models_have_their_published_size(name: str, billions: float) -> None:
     assert captured_stack(name, "bf16")[0].params / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-def test_a_model_that_is_no_transformer() -> None:
-    with pytest.raises(UnknownName, match="resnet50 is not a stack of transformer layers"):
-        shape("resnet50")
 
 
 # --- the command

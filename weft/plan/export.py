@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from weft.core.errors import PlanError, WeftError
+from weft.frontend.catalog import few_layers
 from weft.plan.configs import read
 from weft.plan.partition import share
 from weft.plan.plan import Plan
@@ -121,13 +122,12 @@ def _words(value: Any) -> str:
 
 def depth_of(plan: Plan) -> int:
     """Layers of the model, 0 where only its module tells."""
-    from weft.plan.transformer import is_transformer, shape
-
     counts = plan.setting.layers
     try:
-        return int(sum(counts)) if counts else shape(plan.model).layers if is_transformer(plan.model) else 0
+        known = None if counts else few_layers(plan.model)
     except WeftError:
         return 0
+    return int(sum(counts)) or (known.of if known else 0)
 
 
 def _recompute_of_layers(plan: Plan) -> list[str]:

@@ -198,9 +198,9 @@ class Plan:
     @property
     def is_stack(self) -> bool:
         """Whether it is of a stack of layers, whose degrees and stages say it all; else it is of a captured program, and has that program."""
-        from weft.plan.transformer import is_transformer
+        from weft.frontend.catalog import few_layers
 
-        if self.seq < 1 and is_transformer(self.model):
+        if self.seq < 1 and few_layers(self.model):
             raise PlanError(f"the plan is not one of {self.model}", needed="a sequence length", found=f"seq {self.seq}")
         return not self.layouts
 

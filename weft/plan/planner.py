@@ -20,10 +20,10 @@ from weft.plan.partition import even_layers
 from weft.plan.plan import Plan, rounded_ms
 from weft.plan.search import Found, Nothing, Padded, Search, describe, plainness, rank
 from weft.plan.setting import Setting, require_count, require_imbalance
+from weft.plan.sizes import Shape
 from weft.plan.space import Limits, PlanProblem, divisors
 from weft.plan.spec import MIXED, Spec
 from weft.plan.stages import shared, uneven
-from weft.plan.transformer import Shape
 from weft.plan.workload import rounded
 
 OBJECTIVES = ("time", "memory", "cost")  # goodput, which chooses the batch too, is `plan.goodput`

@@ -11,17 +11,16 @@ from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import PlanError
 from weft.cost.interval import bounds, equal_within, kind_of, spread
 from weft.plan.baselines import EVERYTHING
+from weft.plan.blocks import Stack
 from weft.plan.config_text import keys_of
 from weft.plan.configs import Read, read
 from weft.plan.export import unsaid, write
 from weft.plan.plan import Plan
-from weft.plan.planner import captured_stack, sized_stack
+from weft.plan.planner import sized_stack
 from weft.plan.search import Found, Search, describe
 from weft.plan.setting import Setting
-from weft.plan.sizes import Stacked, model_of
-from weft.plan.space import Limits, PlannedModel, PlanProblem
-from weft.plan.transformer import Shape, is_transformer
-from weft.plan.transformer import shape as named_shape
+from weft.plan.sizes import Shape, Stacked, model_of
+from weft.plan.space import Limits, PlanProblem
 
 VOCAB = 51200  # Megatron's padded words of GPT-2, where arguments leave them to a tokenizer
 
@@ -51,46 +50,36 @@ def price_configuration(
     place = read_cluster(cluster)
     first = read(text, "", place.devices, seq)
     stated = 0 if {"seq-length", "training.max_context_length"} & set(first.assumed) else first.seq
-    shape = _shape(model, first, seq or stated)
-    found = read(text, first.form, place.devices, shape.seq, shape.layers)
+    stack = _stack(model, first, seq or stated)
+    found = read(text, first.form, place.devices, stack.seq, stack.depth)
     if not model and "vocab" not in found.model:
         found = replace(found, assumed={**found.assumed, "vocab-size": f"{VOCAB} (the tokenizer's, which is not read)"})
     setting = replace(_batched(found.setting, batch, place), imbalance=imbalance)
     if setting.ep > 1:
         found = replace(found, assumed={**found.assumed, "imbalance": f"{imbalance:g} (picks of the busiest rank of ep over those of an average one)"})
-    priced = _priced(model, shape, setting)
-    search = Search(PlanProblem(priced, place, setting.global_batch, setting.dtype, setting.kernels, imbalance))
+    search = Search(PlanProblem(stack, place, setting.global_batch, setting.dtype, setting.kernels, imbalance))
     setting.check()
     step = search.step(setting)
     figures = {"step_ms": step.seconds * 1e3, "tokens_per_s": step.tokens_per_second, "mfu": step.mfu, "memory_gb": step.peak_memory.total / 1e9}
-    kind, fits = kind_of(setting.kernels, bool(shape.experts), False), step.peak_memory.total <= search.memory
+    kind, fits = kind_of(setting.kernels, stack.experts > 0, False), step.peak_memory.total <= search.memory
     made = PricedConfiguration(
-        replace(found, setting=setting), model or shape.name, place.text, describe(setting), figures, bounds(kind, figures), str(spread(kind)), fits,
-        search.memory, better,
+        replace(found, setting=setting), model or "the model of the arguments", place.text, describe(setting), figures, bounds(kind, figures),
+        str(spread(kind)), fits, search.memory, better,
     )  # fmt: skip
-    return _with_better(made, priced, place, setting) if better else made
+    return _with_better(made, stack, place, setting) if better else made
 
 
-def _priced(model: str, shape: Shape, setting: Setting) -> PlannedModel:
-    """Captured blocks, as `weft plan` and `weft simulate` have it: of the model by that name, else of one with these sizes."""
-    if not model or model.endswith(".json") or not is_transformer(model):
-        return sized_stack(shape, setting.dtype)
-    return captured_stack(model, setting.dtype, shape.seq)[0]
-
-
-def _shape(model: str, found: Read, seq: int) -> Shape:
-    """The model by name or config; else the sizes that the configuration itself states."""
+def _stack(model: str, found: Read, seq: int) -> Stack:
+    """The blocks of the model by name or config; else of one with the sizes that the configuration itself states."""
     if model:
-        if not model.endswith(".json") and is_transformer(model):
-            return named_shape(model, **({"seq": seq} if seq else {}))
         made = model_of(model, seq)
-        if isinstance(made, Stacked) and made.shape is not None:
-            return made.shape
+        if isinstance(made, Stacked):
+            return made.stack(found.setting.dtype)
         raise PlanError(f"{model} is not priced by its sizes", needed="a stack of transformer layers", found=model, try_="weft plan, which captures any model")
     if not found.model:
         raise PlanError("the configuration does not say the model", needed="--model, or Megatron arguments with --num-layers and the like", found=found.form)
     sizes = {k: v for k, v in found.model.items() if k in {f.name for f in fields(Shape)}}
-    return Shape(**{"vocab": VOCAB, **sizes}, seq=seq or found.seq, name="the model of the arguments")
+    return sized_stack(Shape(**{"vocab": VOCAB, **sizes}, seq=seq or found.seq), found.setting.dtype)
 
 
 def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
@@ -103,16 +92,16 @@ def _batched(s: Setting, batch: int, place: Cluster) -> Setting:
     return s.of_batch(batch) if batch else s
 
 
-def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster, setting: Setting) -> PricedConfiguration:
+def _with_better(made: PricedConfiguration, stack: Stack, place: Cluster, setting: Setting) -> PricedConfiguration:
     """The searched plan with the same batch, where it gains more than predictions are off against each other, or fits where this does not."""
     dtype = setting.dtype if setting.dtype in ("bf16", "fp16") else "bf16"
-    found = Search(PlanProblem(shape, place, setting.global_batch, dtype, imbalance=setting.imbalance)).best(EVERYTHING)
+    found = Search(PlanProblem(stack, place, setting.global_batch, dtype, imbalance=setting.imbalance)).best(EVERYTHING)
     if not isinstance(found, Found):
         return made
     gain = made.figures["step_ms"] / (found.seconds * 1e3)
     if made.fits and gain < 1 + equal_within():
         return made
-    plan = _plan(made, shape, found)
+    plan = _plan(made, stack, found)
     better = {
         "setting": describe(found.setting), "step_ms": found.seconds * 1e3, "memory_gb": found.memory / 1e9, "gain": gain,
         "not_said": unsaid(plan, made.read.form),
@@ -120,9 +109,9 @@ def _with_better(made: PricedConfiguration, shape: PlannedModel, place: Cluster,
     return replace(made, better=better, changes=changes(made.read, plan))
 
 
-def _plan(made: PricedConfiguration, shape: PlannedModel, found: Found) -> Plan:
+def _plan(made: PricedConfiguration, stack: Stack, found: Found) -> Plan:
     figures = {"step_ms": found.seconds * 1e3, "tokens_per_s": 0.0, "mfu": 0.0, "memory_gb": 0.0, "gap": 0.0}
-    return Plan(made.model, made.cluster, shape.seq, "time", "weft", found.setting, Limits().data(), figures)
+    return Plan(made.model, made.cluster, stack.seq, "time", "weft", found.setting, Limits().data(), figures)
 
 
 def changes(now: Read, plan: Plan) -> list[dict[str, Any]]:

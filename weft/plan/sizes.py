@@ -14,9 +14,9 @@ from typing import Any
 
 from weft.core.errors import PlanError, UnknownName, reason
 from weft.core.schema import short
+from weft.frontend.catalog import few_layers
 from weft.plan.blocks import Stack
 from weft.plan.setting import Setting
-from weft.plan.transformer import Shape, is_transformer
 from weft.plan.workload import Block, Workload
 
 STATE = {  # bytes a parameter next to its copy in fp32
@@ -34,6 +34,38 @@ NAMES = {
     "experts": ("num_local_experts", "num_experts"), "chosen": ("num_experts_per_tok",), "seq": ("max_position_embeddings", "n_positions"),
 }  # fmt: skip
 NEEDED = ("layers", "hidden", "heads", "vocab")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a transformer. `chosen` of `experts` feed-forwards serve a token, in every `moe_every`-th layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    ffn: int = 0
+    name: str = "transformer"
+    gated: bool = False
+    causal: bool = True
+    rotary: bool = False
+    bias: bool = True
+    tied: bool = True
+    dropout: bool = False
+    experts: int = 0
+    chosen: int = 1
+    moe_every: int = 1
+    head: int = 0  # width of a head, where it is not hidden / heads
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        return self.ffn or 4 * self.hidden
 
 
 @dataclass(frozen=True)
@@ -147,7 +179,7 @@ def model_of(source: str, seq: int = 0) -> Model:
     if path.is_dir() or path.suffix == ".json":
         return _of_config(path / "config.json" if path.is_dir() else path, seq)
     try:
-        known = is_transformer(source)
+        known = few_layers(source)
     except UnknownName as error:
         needed = "a config.json of Hugging Face, a folder with one, or a known name such as llama3-8b"
         raise UnknownName(f"no config and no model named {source!r}", needed=needed, found=repr(source), try_="download the config.json first") from error

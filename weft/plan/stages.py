@@ -1,71 +1,28 @@
-"""Layers to stages, and batch to unequal devices.
+"""Layers by the time of stages, and the batch by the speed of unequal devices.
 
-Stages: let c_i(n) be the time of one micro-batch on stage i with n layers, c_i(n) = a_i + n * l_i, where a_i is the embedding on
-the first and the head on the last stage and l_i a layer on the devices of stage i. The step of a pipeline follows its slowest
-stage, so `partition` minimises that over what fits. First and last stage may hold no layer.
-
-Copies: a copy of speed v takes v / sum(v) of the samples; they are split so that the slowest copy is soonest done.
+A copy of speed v takes v / sum(v) of the samples; they are split so that the slowest copy is soonest done.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weft.cluster.spec import Cluster, Nodes
 from weft.core.errors import ClusterError
-from weft.plan.memory import stage_memory
-from weft.plan.partition import even, partition
-from weft.plan.phase import LayerRun
 from weft.plan.plan import with_batch_shares
 from weft.plan.search import Found, Search
 from weft.plan.setting import Setting
-from weft.plan.stage_partitioner import LAYER, Piece, by_kind, named_blocks
+from weft.plan.stage_partitioner import Measure
 
 
 def uneven(search: Search, setting: Setting) -> Found | None:
-    """A pipeline with its layers split by the time of each stage; None where the even split is as good or nothing fits."""
+    """A pipeline with its layers split by the time of each stage, all recomputing the same; None where nothing fits."""
     if setting.pp == 1 or setting.chunks > 1:
         return None
-    stages, depth, last = _Stages(search, setting), search.problem.depth, setting.pp - 1
-    found = partition(depth, setting.pp, stages.cost, lambda i, a: range(a + (0 < i < last), depth + 1), even)
-    return None if found is None else search.price(setting.with_layers([b - a for a, b in itertools.pairwise((0, *found))]))
-
-
-@dataclass
-class _Stages:
-    search: Search
-    setting: Setting
-
-    def __post_init__(self) -> None:
-        s = self.setting
-        self.work, self.devices = self.search.work(s), self.search.devices(s)
-        self.orders = s.pipeline.orders(s.pp, min(s.micro_batches, 2 * s.pp))
-        self._fits: dict[tuple[int, int, int], bool] = {}
-
-    def pieces(self, i: int, a: int, b: int) -> list[Piece]:
-        again = self.setting.again or "none"
-        made = [(LAYER, again, b - a)] if b > a else []
-        ends = [("first", again, 1)] * (i == 0), [("last", again, 1)] * (i == self.setting.pp - 1)
-        return list(by_kind(self.work, [*ends[0], *made, *ends[1]], a))
-
-    def cost(self, i: int, a: int, b: int) -> float | None:
-        times = self.search.times(self.setting, self.devices[i])
-        return sum(times.of(name, mode) * n for name, mode, n in self.pieces(i, a, b)) if self.fits(i, a, b) else None
-
-    def fits(self, i: int, a: int, b: int) -> bool:
-        key = (i, a if self.work.others else 0, b - a)
-        if key not in self._fits:
-            named = named_blocks(self.work)
-            runs = [LayerRun(named[name], n) for name, _, n in self.pieces(i, a, b)]
-            self._fits[key] = stage_memory(self.setting, [runs], self.orders[i]).total <= self.search.memory
-        return self._fits[key]
-
-
-# --- copies of unequal speed
+    return search.tailored(setting, Measure((setting.again or "none",), host=False))
 
 
 def split_batch(total: int, counts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...] | None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from weft.cluster.spec import cluster
-from weft.cluster.spec import cluster
 from weft.core.errors import PlanError
 from weft.frontend.catalog import few_layers
 from weft.frontend.source import load
