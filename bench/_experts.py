@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 
-from bench._layers import Counted, Layers, Sized
-from weft.cost.work import Attention, Collective, Gemm, MemoryBound, Op
+from bench._layers import Counted, Layers, Sized, both_ways, unsaved
+from weft.cost.work import Attention, Collective, Gemm, Op
 from weft.plan.setting import Setting
 from weft.plan.workload import Block, Workload
 
@@ -113,7 +113,7 @@ class _ExpertLayers(Layers):
         down = self.product("down", x.queries + x.keys + x.turned, s.hidden, self.between)
         inner = own * (x.queries + x.keys)
         return (
-            *self.norm(), *self.enter(), *([down] if x.queries else self.asked(down)), MemoryBound("latent norm", 2 * inner, 4 * inner, 1, 2),
+            *self.norm(), *self.enter(), *([down] if x.queries else self.asked(down)), both_ways("latent norm", 2 * inner, 4 * inner, 1, 2),
             *self.made_of_latents(), *self.ring(own * (x.keys + x.turned)), *self.flash(own * heads * (2 * (x.plain + x.turned) + x.values)),
             self.product("projection", s.hidden, heads * x.values, own * heads * x.values),
         )  # fmt: skip
@@ -130,7 +130,7 @@ class _ExpertLayers(Layers):
         assert x is not None
         asked = (self.product("queries up", heads * (x.plain + x.turned), x.queries, own * x.queries),) if x.queries else ()
         size = 2 * own * heads * (2 * (x.plain + x.turned))
-        return (*asked, self.product("keys up", heads * (x.plain + x.values), x.keys, own * x.keys), MemoryBound("rotary", size, size))
+        return (*asked, self.product("keys up", heads * (x.plain + x.values), x.keys, own * x.keys), both_ways("rotary", size, size))
 
     def flash(self, saved: float) -> tuple[Op, ...]:
         s, t = self.shape, self.setting
@@ -149,7 +149,7 @@ class _ExpertLayers(Layers):
         if "layernorm" in s.again:
             made, frees = (*self.norm(), *made), frees + self.between
         if "mla_up_proj" in s.again and s.latent is not None:
-            made = (*(replace(op, saved=0) for op in self.made_of_latents() if not isinstance(op, Collective)), *made)
+            made = (*(unsaved(op) for op in self.made_of_latents() if not isinstance(op, Collective)), *made)
             frees += self.flash(1.0)[0].bytes
         return made, frees
 

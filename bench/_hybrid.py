@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 
-from bench._layers import Counted, Layers, Sized, told
-from weft.cost.work import Gemm, MemoryBound, Op
+from bench._layers import Counted, Layers, Sized, both_ways, narrowed, told
+from weft.cost.work import Gemm, Op
 from weft.plan.setting import Setting
-from weft.plan.workload import Block, Workload, quantised
+from weft.plan.workload import Block, Workload
 
 CHUNK = 128
 SCAN = 0.14  # of the bandwidth, for the fewest bytes they can move: fitted to the two rows of Nemotron 3 Nano; Super's are predicted with it
@@ -88,14 +88,14 @@ class _HybridBuilder(Layers):
         size = token * (3 * inside + 2 * read) + chunks
         ops: tuple[Op, ...] = (
             *self.norm(), *self.enter(), self.product("in", 2 * inside + read + heads // t.tp, s.hidden, self.between),
-            MemoryBound("convolution", 2 * token * (inside + read), 4 * token * (inside + read), saved=token * (inside + read)),
-            MemoryBound("states", size / SCAN, 2.5 * size / SCAN, 5, 8, saved=token * inside),
-            MemoryBound("gated norm", 3 * token * inside, 5 * token * inside, saved=token * inside),
+            both_ways("convolution", 2 * token * (inside + read), 4 * token * (inside + read), saved=token * (inside + read)),
+            both_ways("states", size / SCAN, 2.5 * size / SCAN, 5, 8, saved=token * inside),
+            both_ways("gated norm", 3 * token * inside, 5 * token * inside, saved=token * inside),
             self.product("out", s.hidden, inside, token * inside, "fp8"), *self.leave(),
         )  # fmt: skip
         again = tuple(replace(op, saved=0.0) for op in ops if op.name in ("convolution", "gated norm"))
         return told(
-            "mamba", tuple(quantised(ops)), s.hidden * (3 * inside + read), kept=self.between, work=2 * token * inside,
+            "mamba", tuple(narrowed(ops)), s.hidden * (3 * inside + read), kept=self.between, work=2 * token * inside,
             parts=(("selective", again, token * (2 * inside + read)),),
         )  # fmt: skip
 
@@ -112,6 +112,6 @@ class _HybridBuilder(Layers):
         rows = 2 * (s.latent or s.hidden) * s.inner * s.experts / (t.ep * t.tp)
         params = s.hidden * (2 * s.shared / t.tp + 2 * s.latent + s.experts)
         return told(
-            "experts", tuple(quantised(ops)), params, rows, kept=self.between, work=self.tokens * s.inner * self.width / t.tp,
+            "experts", tuple(narrowed(ops)), params, rows, kept=self.between, work=self.tokens * s.inner * self.width / t.tp,
             parts=(("selective", redo, frees),),
         )  # fmt: skip

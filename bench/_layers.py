@@ -18,6 +18,61 @@ from weft.plan.sizes import Shape
 from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 
+@dataclass(frozen=True)
+class Product(Gemm):
+    """A matmul, and the bytes of its inputs that wait for its backward."""
+
+    saved: float = 0.0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Scores(Attention):
+    """Attention, and the bytes that wait for its backward."""
+
+    saved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Passes(MemoryBound):
+    """Passes over memory, those of the backward, and the bytes that wait for it."""
+
+    back: float = 0.0
+    back_launches: int = 1
+    saved: float = 0.0
+
+
+def both_ways(name: str, size: float, back: float, launches: int = 1, back_launches: int = 1, saved: float = 0.0) -> Passes:
+    return Passes(name, size, launches, back=back, back_launches=back_launches, saved=saved)
+
+
+def saved_of(op: Op) -> float:
+    """Bytes that wait for the backward of an op."""
+    return float(getattr(op, "saved", 0.0))
+
+
+def unsaved(op: Op) -> Op:
+    """The same where nothing waits."""
+    return replace(op, saved=0.0) if isinstance(op, (Product, Scores, Passes)) else op
+
+
+def narrowed(ops: Iterable[Op]) -> Iterator[Op]:
+    """With what makes narrow operands, in both passes."""
+    made = tuple(quantised(tuple(ops)))
+    for op, after in zip(made, (*made[1:], None), strict=True):
+        if isinstance(op, MemoryBound) and op.name == "quantise" and isinstance(after, Gemm):
+            op = Passes(**vars(op), back=op.bytes * after.n / after.k)
+        yield op
+
+
+def _trained(op: Op, brought: float, wide: float) -> Op:
+    """A part of a layer of experts with its backward: `brought` bytes of all rows as tokens, `wide` as an expert has them inside."""
+    if isinstance(op, Gemm):
+        return Product(**vars(op), saved=brought if op.name == "experts up" else wide)
+    backs = {"dispatch": (2 * brought, 4, brought), "expert activation": (5 * wide, 1, 2 * wide), "combine": (3 * brought, 3, 0.0)}
+    return Passes(**vars(op), **dict(zip(("back", "back_launches", "saved"), backs[op.name], strict=True))) if op.name in backs else op
+
+
 def workload(shape: Sized, setting: Setting) -> Workload:
     """What one device does for one micro-batch."""
     return Layers(shape, setting).build()
@@ -139,7 +194,7 @@ class Layers:
         s, t = self.shape, self.setting
         ffn = (*self.experts(), *([] if t.tp == 1 else self.leave())) if moe else (*self.feed_forward(), *self.leave())
         parts = ((*self.attention(), *self.leave()), ffn)
-        ops = [tuple(quantised(tuple(overlapped_with_matmuls(p)) if t.async_tp else p)) for p in parts]
+        ops = [tuple(narrowed(tuple(overlapped_with_matmuls(p)) if t.async_tp else p)) for p in parts]
         expert = s.ffn_params * s.experts / (t.ep * t.tp) if moe else 0.0
         attention = s.attention_params / t.tp + s.norm_params / 2
         params = (0 if moe else s.ffn_params) / t.tp + s.norm_params / 2 + (s.hidden * s.experts if moe else 0)
@@ -155,7 +210,7 @@ class Layers:
         """Look up words and positions."""
         s, t = self.shape, self.setting
         table = -(-s.vocab // t.tp) * s.hidden * self.width
-        lookup = MemoryBound("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
+        lookup = both_ways("embedding", 2 * self.stream, 2 * self.stream + table, 1, 2)
         cut = (self.meet("reduce_scatter" if t.sp else "all_reduce"),) if t.tp > 1 else ()
         return told("embedding", (lookup, *cut), s.embedding_params / t.tp, work=table)
 
@@ -164,9 +219,9 @@ class Layers:
         s, t = self.shape, self.setting
         columns = -(-s.vocab // t.tp)
         logits = self.tokens * columns * self.width
-        loss = MemoryBound("cross entropy", 4 * logits, 3 * logits, 2, 2, saved=logits)
+        loss = both_ways("cross entropy", 4 * logits, 3 * logits, 2, 2, saved=logits)
         norms = self.norm()
-        head = Gemm(self.tokens, columns, s.hidden, dtype=self.wide_dtype, name="logits", saved=self.between)
+        head = Product(self.tokens, columns, s.hidden, dtype=self.wide_dtype, name="logits", saved=self.between)
         params = 0 if s.tied and t.pp == 1 else s.vocab * s.hidden / t.tp
         sums = [Collective("all_reduce", self.tokens * 4.0, "tp", "loss") for _ in range(2)] if t.tp > 1 else []
         return told("head", (*norms, *self.enter(), head, loss, *sums), params, work=2 * logits)
@@ -174,7 +229,7 @@ class Layers:
     # --- parts of a layer
 
     def norm(self) -> tuple[Op, ...]:
-        return (MemoryBound("norm", 2 * self.between, 4 * self.between, 1, 2),)
+        return (both_ways("norm", 2 * self.between, 4 * self.between, 1, 2),)
 
     def enter(self) -> tuple[Op, ...]:
         """Bring the tokens together before a matmul sharded by columns."""
@@ -188,18 +243,18 @@ class Layers:
         if t.tp > 1:
             meet = (*self.copied(), self.meet("reduce_scatter")) if t.sp else (self.meet("all_reduce"),)
         passes, kept = (3, 0.5 * self.between) if self.shape.dropout else (1, 0.0)  # a sum alone joins the norm after it
-        return (*meet, MemoryBound("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
+        return (*meet, both_ways("residual", passes * self.between, passes * self.between, 0, 1, saved=kept))
 
     def copied(self) -> tuple[Op, ...]:
         """Slices of a sequence are not contiguous where the batch comes first."""
         strided = self.setting.batch_first and self.setting.micro_batch > 1
-        return (MemoryBound("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
+        return (both_ways("copy slices", 2 * self.stream, 2 * self.stream),) if strided else ()
 
     def meet(self, kind: str) -> Collective:
         return Collective(kind, self.stream, "tp", kind.replace("_", " "))
 
     def product(self, name: str, n: int, k: int, saved: float) -> Gemm:
-        return Gemm(self.tokens, n, k, dtype=self.setting.dtype, name=name, saved=saved, bias=self.shape.bias)
+        return Product(self.tokens, n, k, dtype=self.setting.dtype, name=name, saved=saved, bias=self.shape.bias)
 
     def attention(self) -> tuple[Op, ...]:
         s, t = self.shape, self.setting
@@ -207,7 +262,7 @@ class Layers:
         qkv = self.tokens * wide * self.width
         out = self.tokens * s.heads * s.head_dim // t.tp * self.width
         passes = 2 * qkv if s.rotary else 0.0
-        turn = MemoryBound("rotary" if s.rotary else "heads", passes, passes)
+        turn = both_ways("rotary" if s.rotary else "heads", passes, passes)
         return (
             *self.norm(), *self.enter(), self.product("qkv", wide, s.hidden, self.between), turn, *self.ring(qkv), *self.flash(qkv),
             self.product("projection", s.hidden, s.heads * s.head_dim // t.tp, out),
@@ -218,7 +273,7 @@ class Layers:
         local = s.seq // t.cp
         kv = max(1, s.kv // t.tp)
         # along cp a causal ring is balanced: every rank meets half of all pairs
-        return (Attention(t.micro_batch, s.heads // t.tp, kv, local, s.seq, s.head_dim, s.causal, self.wide_dtype, saved=saved),)
+        return (Scores(t.micro_batch, s.heads // t.tp, kv, local, s.seq, s.head_dim, s.causal, self.wide_dtype, saved=saved),)
 
     @property
     def wide_dtype(self) -> str:
@@ -241,7 +296,7 @@ class Layers:
         """The activation recomputed from what its own backward needs, which frees the input of the matmul after it."""
         at = next(i for i, op in enumerate(ffn) if op.name.endswith("activation"))
         after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
-        return (replace(ffn[at], saved=0),), float(after.saved)
+        return (unsaved(ffn[at]),), saved_of(after)
 
     def redo_ffn(self, ffn: tuple[Op, ...]) -> tuple[tuple[Op, ...], float]:
         """The matmul before the activation recomputed too, tokens brought together for it once more: frees all that is wide."""
@@ -249,14 +304,14 @@ class Layers:
         up = next(i for i in range(at, -1, -1) if isinstance(ffn[i], Gemm))
         gather = ffn[up - 1 : up] if isinstance(ffn[up - 1], Collective) and ffn[up - 1].name == "all gather" else ()
         after = next(op for op in ffn[at + 1 :] if isinstance(op, Gemm))
-        again = tuple(replace(op, saved=0) for op in (*gather, *ffn[up : at + 1]))
-        return again, float(ffn[at].saved + after.saved)
+        again = tuple(unsaved(op) for op in (*gather, *ffn[up : at + 1]))
+        return again, saved_of(ffn[at]) + saved_of(after)
 
     def activation(self) -> tuple[Op, ...]:
         s = self.shape
         inner = self.tokens * s.inner // self.setting.tp * self.width
         f, b = (3, 5) if s.gated else (2, 3)
-        return (MemoryBound("activation", f * inner, b * inner, saved=inner * (2 if s.gated else 1)),)
+        return (both_ways("activation", f * inner, b * inner, saved=inner * (2 if s.gated else 1)),)
 
     def feed_forward(self) -> tuple[Op, ...]:
         s, t = self.shape, self.setting
@@ -271,11 +326,12 @@ class Layers:
         local = max(1, s.experts // t.ep)
         rows = max(1, self.tokens * s.chosen // local)
         sent = self.between * s.chosen
-        route = Gemm(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
+        route = Product(self.tokens, s.experts, s.hidden, dtype=self.wide_dtype, name="router", saved=self.between)
         swap = (Collective("all_to_all", sent, "ep", "tokens to experts", copies=s.chosen),) if t.ep > 1 else ()
         inner = s.inner // t.tp
         wide = rows * local * inner * self.width
-        return (*self.norm(), *self.enter(), route, *through_experts(rows, s.hidden, inner, local, t.dtype, s.gated, sent, wide, swap))
+        ops = through_experts(rows, s.hidden, inner, local, t.dtype, s.gated, sent, wide, swap)
+        return (*self.norm(), *self.enter(), route, *(_trained(op, sent, wide) for op in ops))
 
 
 # --- backward passes, op by op
@@ -288,7 +344,7 @@ def told(
     """A block by its forward pass."""
     again = tuple(per_op(forward))
     parts = (*parts, ("per-op", again, _freed(forward, again)))
-    return Block(name, forward, params, experts, kept, work, back_of(forward), sum(op.saved for op in forward), parts)
+    return Block(name, forward, params, experts, kept, work, back_of(forward), sum(map(saved_of, forward)), parts)
 
 
 def back_of(forward: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -310,20 +366,20 @@ def _freed(ops: Iterable[Op], again: tuple[Op, ...]) -> float:
     freed, remade = 0.0, False
     for op in ops:
         if not isinstance(op, Collective):
-            freed += op.saved if remade else 0.0
-            remade = op in again and op.saved > 0
+            freed += saved_of(op) if remade else 0.0
+            remade = op in again and saved_of(op) > 0
     return freed
 
 
 def backward(op: Op) -> Iterator[Op]:
     """What the backward of one op does."""
-    if isinstance(op, Gemm):
+    if isinstance(op, Product):
         yield from _of_gemm(op)
-    elif isinstance(op, Attention):
+    elif isinstance(op, Scores):
         yield replace(op, back=True, saved=0, name=f"{op.name} backward", launches=2)
-    elif isinstance(op, MemoryBound):
+    elif isinstance(op, Passes):
         if op.back:
-            yield MemoryBound(f"{op.name} backward", op.back, 0, op.back_launches, walk=op.walk)
+            yield MemoryBound(f"{op.name} backward", op.back, op.back_launches, walk=op.walk)
     else:
         yield replace(op, kind=_ADJOINT.get(op.kind, op.kind))
 
@@ -331,11 +387,11 @@ def backward(op: Op) -> Iterator[Op]:
 _ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 
-def _of_gemm(op: Gemm) -> Iterator[Op]:
+def _of_gemm(op: Product) -> Iterator[Op]:
     yield replace(op, n=op.k, k=op.n, saved=0, weight=False, bias=False, name=f"{op.name} input gradient")
     yield replace(op, m=op.k, k=op.m, saved=0, bias=False, loose="k", name=f"{op.name} weight gradient")
     if op.bias:
         size = op.m * op.n * WIDTH[op.dtype]
-        yield MemoryBound(f"{op.name} bias gradient", size, 0)
+        yield MemoryBound(f"{op.name} bias gradient", size)
 
 

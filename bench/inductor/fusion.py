@@ -199,4 +199,4 @@ class Fused(Graph):
         size = passes * sum(size_of(n) for n in read.values()) + sum(size_of(n) for n in self.outputs(group))
         hard = max((elements_of(n) for n in group if name_of(n) in MATH), default=0)
         if size:
-            yield MemoryBound("fused " + " ".join(dict.fromkeys(name_of(n) for n in group[:4])), float(size), 0, math=float(hard))
+            yield MemoryBound("fused " + " ".join(dict.fromkeys(name_of(n) for n in group[:4])), float(size), math=float(hard))

@@ -205,12 +205,12 @@ def kernels(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Op]:
         yield _attention(name, args, out)
     elif name in ("embedding", "index_select", "gather", "index"):
         moved = 2 * sum(_bytes(t) for t in _tensors(out))
-        yield MemoryBound(name, moved, 0)
+        yield MemoryBound(name, moved)
     elif name == "native_layer_norm_backward":
         yield from _norm_backward(name, args, out)
     else:
         moved = sum(_bytes(t) for t in _unique(args, kwargs, out)) + sum(_bytes(t) for t in _overwritten(name, args))
-        yield MemoryBound(name, float(moved + _read_again(name, args)), 0, launches=_launches(name, args), walk=_walk(name, args, out))
+        yield MemoryBound(name, float(moved + _read_again(name, args)), launches=_launches(name, args), walk=_walk(name, args, out))
 
 
 def passing(name: str, args: Any) -> int:
@@ -224,9 +224,9 @@ def passing(name: str, args: Any) -> int:
 def _norm_backward(name: str, args: Any, out: Any) -> Iterator[Op]:
     """The gradient of the input row by row, those of scale and shift down the columns."""
     grad, x = args[:2]
-    yield MemoryBound(name, float(_bytes(grad) + _bytes(x) + _bytes(x)), 0)
+    yield MemoryBound(name, float(_bytes(grad) + _bytes(x) + _bytes(x)))
     if any(t is not None for t in out[1:]):
-        yield MemoryBound(f"{name} of weights", float(_bytes(grad) + _bytes(x)), 0, walk="memory.columns.norm")
+        yield MemoryBound(f"{name} of weights", float(_bytes(grad) + _bytes(x)), walk="memory.columns.norm")
 
 
 LONG = 48 * 1024  # bytes of a row that fit the memory a block of threads shares
@@ -352,7 +352,7 @@ def _laid_out(name: str, args: Any, out: Any) -> Iterator[Op]:
     if x.device.type == "cpu" or x.element_size() > 2 or not _channels_first(x):
         return
     moved = [args[0], args[1], *_tensors(out)[:1]] if name == "convolution_backward" else [x, out]
-    yield MemoryBound("layout", 2.0 * sum(_bytes(t) for t in moved), 0, launches=len(moved))
+    yield MemoryBound("layout", 2.0 * sum(_bytes(t) for t in moved), launches=len(moved))
 
 
 def _whole_loads(channels: int, x: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bench._hybrid import hybrid
-from bench._layers import Layers, Sized, backward, per_op
+from bench._layers import Layers, Product, Sized, backward, per_op
 from weft.cluster.spec import cluster
 from weft.cost.work import Attention, Gemm
 from weft.plan.setting import Setting
@@ -41,7 +41,7 @@ def test_more_of_anything_takes_longer(more: str) -> None:
 
 
 def test_the_backward_of_a_product_is_two() -> None:
-    op = Gemm(6, 4, 8, bias=True)
+    op = Product(6, 4, 8, bias=True)
     first, second, bias = backward(op)
     assert isinstance(first, Gemm) and isinstance(second, Gemm)
     assert (first.m, first.n, first.k) == (6, 8, 4)

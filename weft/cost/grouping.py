@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from weft.cluster.kernels import WIDTH
 from weft.core.node import Node
 from weft.core.program import Program
-from weft.cost.work import MemoryBound, Op, Work, attention_of, scores_in_memory
+from weft.cost.work import Gemm, MemoryBound, Op, Work, attention_of, dtype_of, keys_of, query_and_key
 from weft.ops.comm import all_gather
 from weft.ops.pointwise import add
 from weft.ops.registry import Kind, flops, memory_traffic, nbytes
@@ -152,7 +153,7 @@ class Kernels:
         if len(nodes) == 1 and nodes[0].op.attends is not None:
             yield from scores_in_memory(nodes[0]) if self.style == CLASSIC else [attention_of(nodes[0])]
         elif len(nodes) == 1 and nodes[0].op.kind is Kind.VIEW:
-            yield MemoryBound("copy", 2.0 * local_bytes(nodes[0]), 0)
+            yield MemoryBound("copy", 2.0 * local_bytes(nodes[0]))
         elif len(nodes) == 1 and not self._may_join(nodes[0]):
             yield from self._unfused(nodes[0]) if self.style == CLASSIC else self._work.of(nodes[0])
         else:
@@ -163,19 +164,19 @@ class Kernels:
         by two kernels that read all again."""
         ahead, full = n in self.ahead, n.op.kind is Kind.COMPOSITE
         if full and n.op.across and any(not a.dtype.is_floating_point for a in n.args):
-            yield MemoryBound(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 0, 14 if ahead else 6)
+            yield MemoryBound(n.op.name, float(memory_traffic(n)) * (2 if ahead else 1), 14 if ahead else 6)
             return
         yield from self._work.of(n)
         if full and n.op.local is not None and len(n.args) > 1 and n.args[0].layout.largest_local != n.args[0].shape:
-            yield MemoryBound("which are at hand", 0.0, 0, 4)
+            yield MemoryBound("which are at hand", 0.0, 4)
         if full and not ahead and len(n.types) > 1:
-            yield MemoryBound(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 0, 2)
+            yield MemoryBound(f"{n.op.name} of weights", float(sum(nbytes(a.type) for a in n.args)), 2)
 
     def _chain(self, nodes: Sequence[Node]) -> Iterator[MemoryBound]:
         read, again = self._reads(nodes)
         moved = sum(read.values()) + sum(local_bytes(n) for n in nodes if self._is_read_outside(n, set(nodes)))
         hard = sum(float(math.prod(n.types[0].layout.largest_local)) for n in (*nodes, *again) if n.op.transcendental)
-        made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard)
+        made = MemoryBound(" ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), math=hard)
         if moved:  # a rate of its own has an op alone
             yield replace(made, kind=made.name, elements=float(_widest(nodes[0]))) if len(nodes) == 1 else made
 
@@ -201,6 +202,28 @@ class Kernels:
                                                        (u.op.kind is not Kind.VIEW and u not in inside) for u in readers)  # fmt: skip
 
 
+def scores_in_memory(node: Node) -> Iterator[Op]:
+    """Attention or its backward as Megatron of 2021 ran it: matmuls, and kernels for the softmax and for what it drops between them."""
+    *heads, rows, width = query_and_key(node)[0].type.layout.largest_local
+    keys, often, back, kind = keys_of(node), math.prod(heads), bool(node.op.attends), dtype_of(node)
+    for _ in range(2 if back else 1):
+        yield Gemm(rows, keys, width, often, kind, node.op.name, weight=False)
+    scores = float(often * rows * keys * WIDTH[kind])
+    # the fused kernel takes groups of four heads x samples of one row in 16 bits; else scale, mask and softmax are a kernel each
+    passes, launches = ((6, 7), (3, 3)) if WIDTH[kind] > 2 else ((2, 3), (1, 1)) if often % 4 == 0 else ((16, 12), (9, 6))
+    yield MemoryBound("softmax", passes[back] * scores, launches[back], walk="memory.softmax" if WIDTH[kind] > 2 else "")
+    if node.attr("p"):
+        yield MemoryBound("attention dropout", 2.5 * scores)
+    for _ in range(2 if back else 1):
+        yield Gemm(rows, width, keys, often, kind, node.op.name, weight=False)
+
+
+def scores_kept(node: Node) -> float:
+    """Bytes of scores that wait for the backward then: after the softmax, and of what is dropped a mask and the result."""
+    *heads, rows, _ = query_and_key(node)[0].type.layout.largest_local
+    return math.prod(heads) * rows * keys_of(node) * WIDTH[dtype_of(node)] * (2.5 if node.attr("p") else 1.0)
+
+
 def local_bytes(node: Node) -> int:
     """Bytes of all its values on the busiest rank."""
     return sum(nbytes(t) for t in node.types)
@@ -210,4 +233,4 @@ def _widest(node: Node) -> int:
     return max(math.prod(t.layout.largest_local) for t in node.types)
 
 
-__all__ = ["CLASSIC", "COMPILED", "EAGER", "Kernels", "local_bytes"]
+__all__ = ["CLASSIC", "COMPILED", "EAGER", "Kernels", "local_bytes", "scores_kept"]

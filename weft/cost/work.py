@@ -30,7 +30,7 @@ SENT = (all_reduce, reduce_scatter, all_gather, all_to_all, reduce_, broadcast)
 
 @dataclass(frozen=True)
 class Gemm:
-    """[m, k] x [k, n], `batch` times over. `saved` bytes of its inputs are kept for the backward."""
+    """[m, k] x [k, n], `batch` times over."""
 
     m: int
     n: int
@@ -38,10 +38,8 @@ class Gemm:
     batch: int = 1
     dtype: str = "bf16"
     name: str = "matmul"
-    saved: float = 0
     weight: bool = True  # the second operand is a parameter; its gradient may be put off
     launches: int = 1
-    bias: bool = False
     reads: int = 0  # a number of the operand that is no parameter, where matmuls of one are to be found
     grouped: bool = False  # rows of each of the batch are known on the device only, as of experts
     loose: str = "m"  # sizes that no tensor of it is contiguous along, as rows of activations: they may be odd
@@ -73,7 +71,6 @@ class Attention:
     causal: bool = True
     dtype: str = "bf16"
     name: str = "attention"
-    saved: float = 0
     back: bool = False
     launches: int = 1
 
@@ -92,14 +89,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Passes over memory: `bytes` read and written forward, `back` in the backward."""
+    """Passes over memory: `bytes` read and written."""
 
     name: str
     bytes: float
-    back: float
     launches: int = 1
-    back_launches: int = 1
-    saved: float = 0
     flops: float = 0.0  # where they may outweigh the bytes, as in a larger op kept in one piece
     dtype: str = "fp32"
     share: str = "gemm.efficiency"  # the constant that says which share of the peak such flops reach
@@ -121,8 +115,6 @@ class Collective:
     launches: int = 1
     hidden: bool = False  # runs overlapped with the compute that does not need it
     concurrent: bool = False  # hidden by the compute of another micro-batch: nothing of its own waits for it before the pass ends
-    flops: float = 0.0
-    saved: float = 0
     copies: int = 1  # of each row of an all_to_all, for as many ranks
     peer: bool = False  # inside a kernel that reads and writes the memory of its peers, where they can be reached
 
@@ -170,9 +162,9 @@ class Work:
         if self.is_done_by_matmul(node) or (node.op in (add, pad_op) and self._is_padded_part(node)):
             return []
         if _side_by_side(node) or (node.op is concat_op and not self._is_sent(node)):
-            return [MemoryBound("concat", 2.0 * nbytes(at.type), 0)]
+            return [MemoryBound("concat", 2.0 * nbytes(at.type))]
         if node.op is pad_op:
-            return [MemoryBound("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 0, 2)]
+            return [MemoryBound("pad", float(nbytes(at.type) + 2 * nbytes(at.args[0].type)), 2)]
         return list(of_node(at, *self.edges(node)))
 
     @cached_property
@@ -272,9 +264,9 @@ def _worked_out(node: Node, enters: Sequence[bool], leaves: bool) -> Iterator[Op
             share = "attention.backward" if node.op.attends else "attention.forward"
         edge = node if all(enters) and leaves else _outside(node, enters, leaves)
         yield MemoryBound(
-            name, float(memory_traffic(edge)), 0, leaves + node.op.extra_kernels, flops=flops(node) if kind is Kind.COMPOSITE else 0.0,
+            name, float(memory_traffic(edge)), leaves + node.op.extra_kernels, flops=flops(node) if kind is Kind.COMPOSITE else 0.0,
             dtype=dtype_of(node), share=share, math=_elements(node) if node.op.transcendental else 0.0,
-            kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=_keys(node),
+            kind=f"{name}.tanh" if node.attr("tanh") else name, elements=_widest(node), keys=keys_of(node),
         )  # fmt: skip
 
 
@@ -284,11 +276,11 @@ def through_experts(
     """A layer of experts of a rank, as weft's op and systems whose steps were published run it: tokens are brought to `count` experts, `rows` to each,
     sent by `swap` where others have them, and come back. `brought` are bytes of all rows as tokens, `wide` as an expert has them inside."""
     return (
-        MemoryBound("dispatch", 2 * brought, 2 * brought, 4, 4, saved=brought, walk="memory.experts"), *swap,
-        Gemm(rows, inner * (2 if gated else 1), hidden, count, dtype, "experts up", saved=brought, grouped=True),
-        MemoryBound("expert activation", 3 * wide, 5 * wide, saved=2 * wide, walk="memory.experts"),
-        Gemm(rows, hidden, inner, count, dtype, "experts down", saved=wide, grouped=True), *swap,
-        MemoryBound("combine", 3 * brought, 3 * brought, 3, 3, walk="memory.experts"),
+        MemoryBound("dispatch", 2 * brought, 4, walk="memory.experts"), *swap,
+        Gemm(rows, inner * (2 if gated else 1), hidden, count, dtype, "experts up", grouped=True),
+        MemoryBound("expert activation", 3 * wide, walk="memory.experts"),
+        Gemm(rows, hidden, inner, count, dtype, "experts down", grouped=True), *swap,
+        MemoryBound("combine", 3 * brought, 3, walk="memory.experts"),
     )  # fmt: skip
 
 
@@ -308,7 +300,7 @@ def _experts(node: Node) -> Iterator[Op]:
     dispatch, up, combine = forward[0], forward[1 + len(swap)], forward[-1]
     yield from (dispatch, dispatch, *swap, *swap, up)
     yield from (Gemm(m, n, k, often, dtype, node.op.name, grouped=True) for m, n, k, often in matmuls[1:])
-    yield MemoryBound("expert activation", 6 * wide, 0, walk="memory.experts")
+    yield MemoryBound("expert activation", 6 * wide, walk="memory.experts")
     yield from (*swap, combine)
 
 
@@ -329,7 +321,7 @@ def _in_pieces(node: Node) -> Iterator[Op]:
             m, n, k, batch = matmul_sizes(full, counts)
             op = replace(op, m=m, n=n, k=k, batch=batch * many)
         yield replace(op, launches=op.launches * many)
-    yield MemoryBound(f"leaves of {full.op.name}", float(moved), 0, 2 * many)
+    yield MemoryBound(f"leaves of {full.op.name}", float(moved), 2 * many)
 
 
 def _outside(node: Node, enters: Sequence[bool], leaves: bool) -> Node:
@@ -354,7 +346,7 @@ def of_group(program: Program, nodes: Sequence[Node]) -> Iterator[Op]:
     hard = sum(_elements(n) for n in nodes if n.op.transcendental)
     over = {program.output_names[o] for o, _ in program.state}
     walk = "memory.in_place" if kept and all(n in over for n in kept) else ""
-    yield MemoryBound("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), 0, math=hard, walk=walk)
+    yield MemoryBound("fused " + " ".join(dict.fromkeys(n.op.name for n in nodes)), float(moved), math=hard, walk=walk)
 
 
 def _read_here(program: Program, value: Node, inside: Collection[Node]) -> int:
@@ -381,12 +373,12 @@ def _sent(node: Node, peer: bool = False) -> Iterator[Op]:
         full = max(given, taken)
         yield Collective(name, full if node.op is all_gather else given, axis, name, peer=peer)
         if not peer and _strided(node):
-            yield MemoryBound(f"{name} laid out", 2 * full, 0)
+            yield MemoryBound(f"{name} laid out", 2 * full)
         if not peer and _uneven(node):
             padded = {all_gather: taken if _strided(node) else 0.0, reduce_scatter: given}.get(node.op, given + taken)
-            yield MemoryBound(f"{name} of uneven pieces", 2 * padded, 0)
+            yield MemoryBound(f"{name} of uneven pieces", 2 * padded)
     elif taken < given and not peer and _strided(node):
-        yield MemoryBound(name, 2 * taken, 0)
+        yield MemoryBound(name, 2 * taken)
 
 
 def _sharded_dims(node: Node) -> Iterator[tuple[Layout, int, int]]:
@@ -453,7 +445,7 @@ def attention_of(node: Node) -> Attention:
     return Attention(batch, heads, math.prod(groups), rows, keys, width, causal, kind, node.op.name, back=back, launches=2 if back else 1)
 
 
-def _keys(node: Node) -> int:
+def keys_of(node: Node) -> int:
     """Keys attention is over; 0 of any other op."""
     return int(query_and_key(node)[1].type.layout.largest_local[-2]) if node.op.attends is not None else 0
 
@@ -477,30 +469,8 @@ def _with_scores(node: Node) -> Iterator[Op]:
     scores = float(math.prod(heads) * rows * keys)
     moved, launches, hard = (17, 10, 1) if back else (11, 8, 2)
     size = moved * scores * WIDTH[dtype_of(node)]
-    yield MemoryBound(f"scores of {node.op.name}", size, 0, launches, kind=f"scores.{node.op.name}", elements=scores)
-    yield MemoryBound(f"exponentials of {node.op.name}", 0.0, 0, 0, math=hard * scores, kind="exp", elements=hard * scores)
-
-
-def scores_in_memory(node: Node) -> Iterator[Op]:
-    """Attention or its backward as Megatron of 2021 ran it: matmuls, and kernels for the softmax and for what it drops between them."""
-    *heads, rows, width = query_and_key(node)[0].type.layout.largest_local
-    keys, often, back, kind = _keys(node), math.prod(heads), bool(node.op.attends), dtype_of(node)
-    for _ in range(2 if back else 1):
-        yield Gemm(rows, keys, width, often, kind, node.op.name, weight=False)
-    scores = float(often * rows * keys * WIDTH[kind])
-    # the fused kernel takes groups of four heads x samples of one row in 16 bits; else scale, mask and softmax are a kernel each
-    passes, launches = ((6, 7), (3, 3)) if WIDTH[kind] > 2 else ((2, 3), (1, 1)) if often % 4 == 0 else ((16, 12), (9, 6))
-    yield MemoryBound("softmax", passes[back] * scores, 0, launches[back], walk="memory.softmax" if WIDTH[kind] > 2 else "")
-    if node.attr("p"):
-        yield MemoryBound("attention dropout", 2.5 * scores, 0)
-    for _ in range(2 if back else 1):
-        yield Gemm(rows, width, keys, often, kind, node.op.name, weight=False)
-
-
-def scores_kept(node: Node) -> float:
-    """Bytes of scores that wait for the backward then: after the softmax, and of what is dropped a mask and the result."""
-    *heads, rows, _ = query_and_key(node)[0].type.layout.largest_local
-    return math.prod(heads) * rows * _keys(node) * WIDTH[dtype_of(node)] * (2.5 if node.attr("p") else 1.0)
+    yield MemoryBound(f"scores of {node.op.name}", size, launches, kind=f"scores.{node.op.name}", elements=scores)
+    yield MemoryBound(f"exponentials of {node.op.name}", 0.0, 0, math=hard * scores, kind="exp", elements=hard * scores)
 
 
 def _widest(node: Node) -> float:

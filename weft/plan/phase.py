@@ -130,14 +130,14 @@ class LayerWalk(Walk):
         if self.how.direction == "forward" and following is not None and following.kept:  # of the last layer nothing is sent: it is needed at once
             self.send(block.hosted(self.how.recompute))
         if self.how.summed_bytes and any(block.learnt):
-            self.op(MemoryBound("sum gradients", sum(block.learnt) * self.how.summed_bytes, 0))
+            self.op(MemoryBound("sum gradients", sum(block.learnt) * self.how.summed_bytes))
         self.meet_host()
         if self.how.reduce:
             self.send_all(reductions(block, self.how))
 
     def send(self, size: float) -> None:
         if size:
-            self.op(MemoryBound("to_host", 2 * size, 0))
+            self.op(MemoryBound("to_host", 2 * size))
             self.copy("to_host", size, self.now)
 
     def fetch(self, size: float, later: Block | None) -> None:
@@ -145,7 +145,7 @@ class LayerWalk(Walk):
         here, first = self.fetched, not self.begun
         if size and here is not None:
             self.wait("host", here)
-            self.op(MemoryBound("from_host", 2 * size, 0))
+            self.op(MemoryBound("from_host", 2 * size))
         self.begun = True
         if first or size:
             self.fetched = None if later is None else self.copy("from_host", later.hosted(self.how.recompute), self.now)

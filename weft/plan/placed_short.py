@@ -11,8 +11,8 @@ from weft.core.layout import R, S
 from weft.core.node import Node, toposort
 from weft.core.program import Program
 from weft.core.role import Role
-from weft.cost.grouping import CLASSIC, EAGER, Kernels, local_bytes
-from weft.cost.work import Collective, Gemm, Op, inside, scores_kept
+from weft.cost.grouping import CLASSIC, EAGER, Kernels, local_bytes, scores_kept
+from weft.cost.work import Collective, Gemm, Op, inside
 from weft.ops.comm import all_gather, all_reduce, is_comm, reduce_scatter
 from weft.ops.pointwise import dropout_op
 from weft.ops.registry import Kind

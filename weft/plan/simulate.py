@@ -298,7 +298,7 @@ class _Simulation:
         dense, expert = (sum(p.block.learnt[i] * p.count for p in parts) for i in (0, 1))
         bytes_stored = dense / (self.copies if s.zero else 1) + expert / (s.size("edp") if s.zero else 1)
         touched = bytes_stored * (26 + 2 * WIDTH[s.grad_dtype])
-        seconds = self.costs[stage].seconds(MemoryBound("optimizer", touched, 0, launches=4))
+        seconds = self.costs[stage].seconds(MemoryBound("optimizer", touched, launches=4))
         return Phase(seconds, {"optimizer": seconds})
 
     def _spread(self, stage: int) -> Phase:

@@ -139,7 +139,7 @@ class Times:
 
     def copied(self, size: float) -> float:
         """Seconds of copies in the device's own memory, before they leave and when they are back; the link has time for as much as it is given."""
-        return 2 * self.costs.seconds(MemoryBound("copies", 2 * size, 0)) if size else 0.0
+        return 2 * self.costs.seconds(MemoryBound("copies", 2 * size)) if size else 0.0
 
     def with_host(self, layer: Block) -> list[Point]:
         """The front over everything but the host, for the layers that the host cannot keep for nothing; with its input kept there the leanest."""

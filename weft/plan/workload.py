@@ -148,5 +148,5 @@ def quantised(ops: Sequence[Op], back: bool = False) -> Iterator[Op]:
         if isinstance(op, Gemm) and WIDTH[op.dtype] < 2 and not (back and op.weight) and (not op.reads or op.reads not in made):
             made.add(op.reads)
             each = (2 if WIDTH[op.dtype] >= 1 else 4) + 2 * WIDTH[op.dtype]  # 4 bits: their scales have one of their own, the largest element first
-            yield MemoryBound("quantise", op.batch * op.m * op.k * each, op.batch * op.m * op.n * each)
+            yield MemoryBound("quantise", op.batch * op.m * op.k * each)
         yield op

@@ -29,6 +29,7 @@ from weft.core.program import Program
 from weft.cost.memory import Lifetimes
 from weft.cost.work import Work
 from weft.ops.registry import Kind
+from weft.ops.shape import concat_op, reshape_op
 from weft.plan.assignment.problem import Floats, Problem, assemble
 from weft.plan.layouts.isomorphic import Instance, parts
 from weft.plan.layouts.moves import Placements, Prices
@@ -313,9 +314,9 @@ class _Builder:
 def _joined(program: Program) -> dict[int, int]:
     """Sizes of dims in which a reshape joins parts that a concat laid side by side, and the size of a part."""
     found: dict[int, int] = {}
-    for n in program.find_all("reshape"):
+    for n in (n for n in program.nodes if n.op is reshape_op):
         (x,) = n.args
-        for d in range(min(n.ndim, x.ndim - 1)) if x.op.name == "concat" else ():
+        for d in range(min(n.ndim, x.ndim - 1)) if x.op is concat_op else ():
             if x.shape[:d] == n.shape[:d] and x.attr("dim") == d and n.shape[d] == x.shape[d] * x.shape[d + 1]:
                 found[n.shape[d]] = x.shape[d + 1]
     return found
