@@ -22,11 +22,12 @@ from weft.cluster.profile import Constant, Profile, load
 from weft.cluster.spec import Cluster, Nodes, _with_network
 from weft.core.errors import UnknownName, WeftError
 from weft.cost.memory import RESIDENT
+from weft.plan.blocks import Stack
 from weft.plan.planner import sized_stack
 from weft.plan.search import Search
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, simulate
-from weft.plan.space import PlannedModel, PlanProblem
+from weft.plan.space import PlanProblem
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Row:
         return simulate(work, self.setting, self.cluster)
 
     @property
-    def stack(self) -> PlannedModel:
+    def stack(self) -> Stack | Sized:
         adapt = adapters(*self.lora) if self.lora[0] else None
         return self.shape if isinstance(self.shape, Sized) else sized_stack(self.shape, self.setting.dtype, adapt)
 

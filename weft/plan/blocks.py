@@ -25,6 +25,7 @@ from weft.frontend.capture import Captured
 from weft.ops.registry import Kind, flops
 from weft.plan.layers import ATTENTION, FFN
 from weft.plan.named import stacked
+from weft.plan.once import Once
 from weft.plan.placed_short import PlacedShort
 from weft.plan.setting import Setting
 from weft.plan.short import FIRST, LAYER, Short, short_of
@@ -35,7 +36,7 @@ LEAST_SLICE = 512  # of what blocks hand on, that one rank of cp keeps at least 
 
 
 @dataclass(eq=False)
-class Stack:
+class Stack(Once):
     """A model that is a stack of equal blocks, at any micro-batch. `at(n)` captures its forward pass over n samples, on no device's memory;
     where it has more blocks than were captured, `repeats` says how many units of them."""
 
@@ -48,22 +49,16 @@ class Stack:
     resized: Callable[[int], Stack] | None = None  # the same with so many tokens
     layouts: tuple[str, ...] = ()  # of parameters along tp, as `plan.pins` writes them
     _shorts: dict[int, Short] = field(default_factory=dict)
-    _places: dict[tuple[int, Setting], PlacedShort] = field(default_factory=dict)
-    _works: dict[tuple[int, Setting], Workload] = field(default_factory=dict)
-    _cuts: dict[tuple[str, int], float] = field(default_factory=dict)
-    _slices: dict[int, int] = field(default_factory=dict)
-    _grown: dict[tuple[int, Setting], Callable[[float], Any] | None] = field(default_factory=dict)
-    _pinned: dict[tuple[str, ...], Stack] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(default_factory=dict)
 
     def pinned(self, layouts: tuple[str, ...]) -> Stack:
         """The same model with some layouts of parameters fixed."""
-        if layouts not in self._pinned:
-            at_length, resized = self.resized, None
-            if at_length is not None:
-                resized = lambda tokens: at_length(tokens).pinned(layouts)  # noqa: E731
-            made = Stack(self.name, self.at, self.dtype, self.seq, self.repeats, self.captured_params, resized, layouts, self._shorts)
-            self._pinned[layouts] = made if layouts else self
-        return self._pinned[layouts]
+        if not layouts:
+            return self
+        at_length, resized = self.resized, None
+        if at_length is not None:
+            resized = lambda tokens: at_length(tokens).pinned(layouts)  # noqa: E731
+        return self._once(("pinned", layouts), lambda: replace(self, resized=resized, layouts=layouts, _known={}))
 
     @property
     def depth(self) -> int:
@@ -99,11 +94,13 @@ class Stack:
 
     def _slice(self, cp: int) -> int:
         """What a rank of cp keeps of the value between blocks, along what is sharded."""
-        if cp not in self._slices:
+
+        def least() -> int:
             placed = self._placed(Setting(cp=cp), FEW)
-            layouts = [placed.became(x).layout for end in placed.short.boundary for x in end]
-            self._slices[cp] = min(y.largest_local[at[0]] for y in layouts if (at := y.where_sharded("cp")) is not None)
-        return self._slices[cp]
+            layouts = (placed.became(x).layout for end in placed.short.boundary for x in end)
+            return min(y.largest_local[at[0]] for y in layouts if (at := y.where_sharded("cp")) is not None)
+
+        return self._once(("slice", cp), least)
 
     def require(self, s: Setting) -> None:
         """Refuse degrees that do not divide it."""
@@ -128,9 +125,7 @@ class Stack:
 
     def _is_sharded(self, axis: str, n: int, least: float = 0.5) -> bool:
         """Whether at least so much of what could be shared by n devices along an axis is."""
-        if n > 1 and (axis, n) not in self._cuts:
-            self._cuts[axis, n] = self._try(axis, n)
-        return n == 1 or self._cuts[axis, n] > least
+        return n == 1 or self._once((axis, n), lambda: self._try(axis, n)) > least
 
     def _try(self, axis: str, n: int) -> float:
         """Along tp the weights of a block come out smaller, along cp the value between blocks."""
@@ -170,24 +165,25 @@ class Stack:
 
     def _pair(self, sharded: Setting, m: int) -> Callable[[float], Any] | None:
         """What m samples and twice as many say of x times m; None where they are placed in two ways."""
-        if (m, sharded) not in self._grown:
+        def pair() -> Callable[[float], Any] | None:
             try:
-                self._grown[m, sharded] = grown(self._captured(sharded, m), self._captured(sharded, 2 * m))
+                return grown(self._captured(sharded, m), self._captured(sharded, 2 * m))
             except _Differ:
-                self._grown[m, sharded] = None
-        return self._grown[m, sharded]
+                return None
+
+        return self._once(("pair", m, sharded), pair)
 
     def _captured(self, sharded: Setting, n: int) -> Workload:
-        if (n, sharded) not in self._works:
-            self._works[n, sharded] = _computed_in(self._made(self._placed(sharded, n)), self.dtype)
+        def work() -> Workload:
+            made = _computed_in(self._made(self._placed(sharded, n)), self.dtype)
             if sharded != Setting():  # of which everything was asked
-                del self._places[n, sharded]
-        return self._works[n, sharded]
+                del self._known["placed", n, sharded]
+            return made
+
+        return self._once(("work", n, sharded), work)
 
     def _placed(self, sharded: Setting, n: int) -> PlacedShort:
-        if (n, sharded) not in self._places:
-            self._places[n, sharded] = PlacedShort(self.short(n), sharded, self.layouts)
-        return self._places[n, sharded]
+        return self._once(("placed", n, sharded), lambda: PlacedShort(self.short(n), sharded, self.layouts))
 
     def _made(self, placed: PlacedShort) -> Workload:
         s = placed.setting

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from weft.cluster.spec import Cluster
 from weft.cluster.spec import cluster as read_cluster
 from weft.core.errors import ClusterError, PlanError, WeftError
+from weft.plan.blocks import Stack
 from weft.plan.memory import Memory
 from weft.plan.setting import Setting
 from weft.plan.simulate import SimulatedStep, held, memory_of, simulate
 from weft.plan.sizes import STATE, Model
-from weft.plan.space import PlannedModel as Planned
 from weft.plan.space import divisors
 from weft.plan.spec import RECOMPUTE
 
@@ -46,7 +46,7 @@ class Fit:
     changes: tuple[FittingChange, ...]
 
 
-def fit(shape: Planned, setting: Setting, cluster: Cluster, step: SimulatedStep | None = None) -> Fit:
+def fit(shape: Stack, setting: Setting, cluster: Cluster, step: SimulatedStep | None = None) -> Fit:
     """Whether a setting fits the smallest memory of the cluster."""
     needed = step.peak_memory.total if step is not None else held(shape.work(setting), setting, cluster)
     memory = cluster.memory
@@ -55,14 +55,14 @@ def fit(shape: Planned, setting: Setting, cluster: Cluster, step: SimulatedStep 
     return Fit(ok, needed, memory, _largest(shape, setting, cluster, memory), changes)
 
 
-def _fits(shape: Planned | Model, setting: Setting, cluster: Cluster, memory: float) -> bool:
+def _fits(shape: Stack | Model, setting: Setting, cluster: Cluster, memory: float) -> bool:
     try:
         return held(shape.work(setting), setting, cluster) <= memory
     except WeftError:
         return False
 
 
-def _largest(shape: Planned | Model, setting: Setting, cluster: Cluster, memory: float) -> int:
+def _largest(shape: Stack | Model, setting: Setting, cluster: Cluster, memory: float) -> int:
     """By doubling, then halving the span in between; the number of micro-batches stays."""
 
     def fits(size: int) -> bool:
@@ -84,7 +84,7 @@ def _largest(shape: Planned | Model, setting: Setting, cluster: Cluster, memory:
 # --- what to change
 
 
-def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> Iterator[FittingChange]:
+def _helpful(shape: Stack, setting: Setting, cluster: Cluster, memory: float) -> Iterator[FittingChange]:
     """The fewest changes that help; more nodes, begun with the most that can be saved, where none does."""
     found, where = _nearest(shape, setting, cluster, memory), cluster
     for times in MORE:
@@ -97,7 +97,7 @@ def _helpful(shape: Planned, setting: Setting, cluster: Cluster, memory: float) 
         yield FittingChange(" ".join([*words, options_text(setting, s)]), s, simulate(shape.work(s), s, where), where)
 
 
-def _nearest(shape: Planned, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
+def _nearest(shape: Stack, setting: Setting, cluster: Cluster, memory: float) -> list[Setting]:
     """Settings that fit, as few changes away as any."""
     tried: set[Setting] = set()
     latest = [setting]

@@ -15,9 +15,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from weft.cluster.kernels import WIDTH
 from weft.cluster.profile import Device
@@ -28,7 +29,9 @@ from weft.cost.pipeline import STEADY, repeated
 from weft.cost.price import Costs
 from weft.cost.timeline import Timeline
 from weft.cost.walk import Phase
+from weft.cost.work import Collective
 from weft.plan.memory import saved, stage_memory
+from weft.plan.once import Once
 from weft.plan.partition import even_layers
 from weft.plan.phase import LayerRun, Pass, gathers, reductions
 from weft.plan.plain_times import OpTimes, PlainTimes
@@ -41,7 +44,6 @@ from weft.plan.spec import MIXED, OFFLOAD, OFFLOADED, RECOMPUTE
 from weft.plan.stage_partitioner import (
     Measure,
     Piece,
-    Point,
     StagePartitioner,
     Times,
     by_kind,
@@ -51,7 +53,7 @@ from weft.plan.stage_partitioner import (
     stage_devices,
     staged,
 )
-from weft.plan.workload import Workload, padded
+from weft.plan.workload import Block, Workload, padded
 
 CLOSE = 0.003  # a bound this near the best found is not followed further
 WORK = 40_000  # tasks of all simulations of one space; what is then left unproved is reported as the gap
@@ -89,7 +91,7 @@ class Nothing:
 
 
 @dataclass
-class Search:
+class Search(Once):
     """Prices settings of one problem; remembers passes that many settings share."""
 
     problem: PlanProblem
@@ -99,14 +101,7 @@ class Search:
     views: list[Search] = field(default_factory=list)  # as if all devices were of one kind, for each kind (`plan.stages`)
     _ranked: dict[tuple[Space, str], list[Bounded]] = field(default_factory=dict)
     _works: dict[object, Workload] = field(default_factory=dict)
-    _plain: dict[object, PlainTimes] = field(default_factory=dict)
-    _links: dict[object, float] = field(default_factory=dict)
-    _phases: dict[object, dict[object, Phase]] = field(default_factory=dict)
-    _steps: dict[Setting, tuple[float, float]] = field(default_factory=dict)
-    _cut: dict[tuple[Setting, Measure], Stages | None] = field(default_factory=dict)
-    _times: dict[object, Times] = field(default_factory=dict)
-    _fronts: dict[object, list[Point]] = field(default_factory=dict)
-    _devices: dict[int, list[Device]] = field(default_factory=dict)  # by the number of stages
+    _known: dict[object, Any] = field(default_factory=dict)  # of the model on this cluster
 
     @cached_property
     def memory(self) -> float:
@@ -252,31 +247,21 @@ class Search:
         return self.price(replace(setting, stages=stages))
 
     def _stages(self, setting: Setting, measure: Measure) -> Stages | None:
-        key = (setting, measure)
-        if key not in self._cut:
-            devices = self.devices(setting)
-            times = {d.name: self.times(setting, d) for d in devices}
-            self._cut[key] = StagePartitioner(self.work(setting), setting, self.cluster, devices, self.memory, measure, times).cut()
-        return self._cut[key]
+        devices = self.devices(setting)
+        times = {d.name: self.times(setting, d) for d in devices}
+        made = StagePartitioner(self.work(setting), setting, self.cluster, devices, self.memory, measure, times)
+        return self._once((setting, measure), made.cut)
 
     def times(self, s: Setting, device: Device) -> Times:
-        key = (_work_key(s), device.name)
-        if key not in self._times:
-            self._times[key] = Times(self.work(s), Costs(self.cluster, device, s.place))
-        return self._times[key]
+        return self._once(("times", _work_key(s), device.name), lambda: Times(self.work(s), Costs(self.cluster, device, s.place)))
 
     def price(self, setting: Setting) -> Found | None:
         """Step and memory of a setting; of a long row of micro-batches only the beginning is simulated, the rest repeats."""
-        if setting not in self._steps:
-            try:
-                self._steps[setting] = self._predict(setting)
-            except WeftError:
-                self._steps[setting] = (math.inf, math.inf)
-            self.simulated += 1
-        seconds, memory = self._steps[setting]
+        seconds, memory = self._once(setting, lambda: self._predict(setting))
         return Found(setting, seconds, memory) if seconds < math.inf else None
 
     def _predict(self, s: Setting) -> tuple[float, float]:
+        self.simulated += 1
         step = None
 
         def at(micro: int) -> Timeline:
@@ -284,12 +269,15 @@ class Search:
             step = self.step(s.in_micro_batches(micro))
             return step.timeline
 
-        return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
+        try:
+            return repeated(at, s.pp, s.micro_batches), step.peak_memory.total if step else math.inf
+        except WeftError:
+            return math.inf, math.inf
 
     def step(self, setting: Setting) -> SimulatedStep:
         """The full simulation."""
-        work, key = self.work(setting), (_work_key(setting), setting.replicas)
-        return simulate(staged(work, setting), setting, self.cluster, self._phases.setdefault(key, {}))
+        known = self._once(("phases", _work_key(setting), setting.replicas), dict[object, Phase])
+        return simulate(staged(self.work(setting), setting), setting, self.cluster, known)
 
     def work(self, s: Setting) -> Workload:
         key = _work_key(s)
@@ -305,19 +293,14 @@ class Search:
         return self._seconds(s, plain), self._memory(s)
 
     def plain(self, s: Setting) -> PlainTimes:
-        key = (_work_key(s), self._fastest(s).name)
-        if key not in self._plain:
-            self._plain[key] = PlainTimes.of(self.work(s), self._costs(s))
-        return self._plain[key]
+        return self._once(("plain", _work_key(s), self._fastest(s).name), lambda: PlainTimes.of(self.work(s), self._costs(s)))
 
     def _costs(self, s: Setting) -> Costs:
         return Costs(self.cluster, self._fastest(s), s.place)
 
     def devices(self, s: Setting) -> list[Device]:
         """The slowest kind of device of each stage, which the full stage waits for."""
-        if s.pp not in self._devices:
-            self._devices[s.pp] = stage_devices(self.cluster, s)
-        return self._devices[s.pp]
+        return self._once(("devices", s.pp), lambda: stage_devices(self.cluster, s))
 
     def _fastest(self, s: Setting) -> Device:
         return max(self.devices(s), key=lambda d: d.peak(s.dtype))
@@ -361,22 +344,17 @@ class Search:
 
     def _must_rerun(self, s: Setting) -> list[float]:
         """Seconds of a micro-batch that each stage spends on recomputing what its memory cannot keep, were layers shared out evenly."""
-        key, work, layers = (_work_key(s), self._fastest(s).name), self.work(s), self.problem.depth / s.pp
+        device, work, layers = self._fastest(s), self.work(s), self.problem.depth / s.pp
         shares = [n / self.problem.depth for _, n in work.kinds]
-        if key not in self._fronts:
-            times = self.times(s, self._fastest(s))
-            self._fronts[key] = mean_front([times.with_host(layer) for layer, _ in work.kinds], shares)
+        front = self._once(("front", _work_key(s), device.name), lambda: mean_front([self.times(s, device).with_host(x) for x, _ in work.kinds], shares))
         memories = [stage_memory(s, [[LayerRun(layer, 1)]], ()) for layer, _ in work.kinds]
         state = sum((m.params + m.grads + m.optimizer) * share for m, share in zip(memories, shares, strict=True)) * layers
         left = room(self.memory) - state - min(m.temporaries + m.buffers for m in memories)
         alive = s.pipeline.in_flight(s.pp, s.micro_batches, s.chunks)
-        return [layers * least_more(self._fronts[key], left * s.chunks / (n * layers)) for n in alive]
+        return [layers * least_more(front, left * s.chunks / (n * layers)) for n in alive]
 
     def _send(self, s: Setting) -> float:
-        key = ("send", s.micro_batch, s.tp, s.cp, s.replicas)
-        if key not in self._links:
-            self._links[key] = self._costs(s).send(self.work(s).boundary)
-        return self._links[key]
+        return self._once(("send", s.micro_batch, s.tp, s.cp, s.replicas), lambda: self._costs(s).send(self.work(s).boundary))
 
     def _late(self, s: Setting, t: OpTimes) -> float:
         return t.weight if s.pipeline.defers_weights else 0.0
@@ -398,14 +376,15 @@ class Search:
 
     def _link_seconds(self, s: Setting) -> tuple[float, float]:
         """Seconds that gradients and parameters of one layer spend on their link."""
-        key = (s.tp, s.cp, s.replicas, s.ep, s.zero == 0, s.zero == 3)
-        if (key, "r") not in self._links:
-            costs = self._costs(s)
-            how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
-            for name, with_communication in (("r", reductions), ("g", gathers)):
-                each = [(max((costs.seconds(op) for op in with_communication(layer, how)), default=0.0), n) for layer, n in self.work(s).kinds]
-                self._links[key, name] = sum(seconds * n for seconds, n in each) / self.problem.depth
-        return self._links[key, "r"], self._links[key, "g"] if s.zero else 0.0
+        costs = self._costs(s)
+        how = Pass("backward", frozen=s.zero == 3, grad_bytes=float(WIDTH[s.grad_dtype]), reduce="reduce_scatter" if s.zero else "all_reduce")
+
+        def mean(sent: Callable[[Block, Pass], Iterator[Collective]]) -> float:
+            each = [(max((costs.seconds(op) for op in sent(layer, how)), default=0.0), n) for layer, n in self.work(s).kinds]
+            return sum(seconds * n for seconds, n in each) / self.problem.depth
+
+        reduce, gather = self._once(("links", s.tp, s.cp, s.replicas, s.ep, s.zero == 0, s.zero == 3), lambda: (mean(reductions), mean(gathers)))
+        return reduce, gather if s.zero else 0.0
 
     def _memory(self, s: Setting) -> float:
         """The first two stages with as many forwards in flight as their order reaches, of the chunk that keeps least, and the last with one of each."""

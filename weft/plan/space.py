@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weft.cluster.spec import Cluster
 from weft.core.errors import PlanError
@@ -19,7 +19,9 @@ from weft.plan.schedules import PLAIN, SCHEDULES
 from weft.plan.setting import NAMED, Setting
 from weft.plan.spec import MIXED, RECOMPUTE
 from weft.plan.stage_partitioner import Measure
-from weft.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from weft.plan.blocks import Stack
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 CHUNKS = (2, 3, 4, 6, 8)  # of layers per stage, where a schedule takes several
@@ -138,34 +140,11 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-class PlannedModel(Protocol):
-    """What is asked of a model: how deep it is, what of it may be sharded, and what a device then does."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def params(self) -> float: ...
-    @property
-    def flops_per_token(self) -> float: ...
-    @property
-    def odd(self) -> int: ...
-    @property
-    def resized(self) -> Callable[[int], PlannedModel] | None: ...
-    def may_shard(self, tp: int, cp: int, asked: bool = False) -> bool: ...
-    def work(self, s: Setting) -> Workload: ...
-
-
 @dataclass(frozen=True)
 class PlanProblem:
     """What is planned: a model at a batch on a cluster, in a dtype."""
 
-    shape: PlannedModel
+    shape: Stack
     cluster: Cluster
     batch: int
     dtype: str

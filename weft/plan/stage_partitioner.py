@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from weft.cluster.profile import Device
 from weft.cluster.spec import Cluster
@@ -26,6 +27,7 @@ from weft.cost.memory import needed
 from weft.cost.price import Costs
 from weft.cost.work import MemoryBound
 from weft.plan.memory import Memory, saved, stage_memory, stays
+from weft.plan.once import Once
 from weft.plan.partition import even, even_layers, partition
 from weft.plan.phase import LayerRun, Pass, phase
 from weft.plan.schedules import Action, Order
@@ -110,21 +112,19 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
+class Times(Once):
     """Seconds of the blocks of a workload on one kind of device, both passes, each worked out once."""
 
     work: Workload
     costs: Costs
-    _known: dict[tuple[str, str], float] = field(default_factory=dict)
-    _free: dict[str, float] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
 
     def of(self, name: str, mode: str) -> float:
-        if (name, mode) not in self._known:
-            block = named_blocks(self.work)[name]
-            own = replace(block, again=_on_device(mode))
-            took = sum(self._pass(own, direction) for direction in ("forward", "backward"))
-            self._known[name, mode] = took + self.copied(replace(block, again=mode).hosted(mode))
-        return self._known[name, mode]
+        return self._once((name, mode), lambda: self._both(named_blocks(self.work)[name], mode))
+
+    def _both(self, block: Block, mode: str) -> float:
+        own = replace(block, again=_on_device(mode))
+        return sum(self._pass(own, direction) for direction in ("forward", "backward")) + self.copied(replace(block, again=mode).hosted(mode))
 
     def _pass(self, block: Block, direction: str) -> float:
         more, less = (phase(self.costs, [LayerRun(block, n)], Pass(direction)).seconds for n in (3, 2))
@@ -132,10 +132,8 @@ class Times:
 
     def free(self, layer: Block) -> float:
         """The share of such layers that the host can keep, its link at work no longer than they compute forward; a processor has no other memory."""
-        if layer.name not in self._free:
-            took = layer.saved / self.costs.device.host_bandwidth if "host.bandwidth" in self.costs.device.constants else math.inf
-            self._free[layer.name] = min(1.0, self._pass(layer, "forward") / took) if took else 1.0
-        return self._free[layer.name]
+        took = layer.saved / self.costs.device.host_bandwidth if "host.bandwidth" in self.costs.device.constants else math.inf
+        return self._once(layer.name, lambda: min(1.0, self._pass(layer, "forward") / took) if took else 1.0)
 
     def copied(self, size: float) -> float:
         """Seconds of copies in the device's own memory, before they leave and when they are back; the link has time for as much as it is given."""
@@ -201,7 +199,7 @@ def named_blocks(work: Workload) -> dict[str, Block]:
 
 
 @dataclass(frozen=True, eq=False)
-class StagePartitioner:
+class StagePartitioner(Once):
     """Partitions the stages of one setting."""
 
     work: Workload
@@ -211,6 +209,7 @@ class StagePartitioner:
     memory: float
     measure: Measure
     times: Mapping[str, Times]  # by kind of device
+    _known: dict[object, Any] = field(default_factory=dict)
 
     def cut(self) -> tuple[tuple[Piece, ...], ...] | None:
         """Pieces of every virtual stage; None where nothing fits."""
@@ -276,25 +275,16 @@ class StagePartitioner:
 
     def _fitting(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
         """Seconds and pieces of a stage with as little recomputed as fits."""
-        key = (stage, start if self.work.others else start % 2, count)
-        if key not in self._known:
-            layers = (count - start % 2 - (start + count) % 2) // 2
-            mixes = self._mixes(max(0, layers))
+        return self._once((stage, start if self.work.others else start % 2, count), lambda: self._fitted(stage, start, count))
 
-            def pieces(mix: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
-                return self._pieces(stage, start, count, mix)
+    def _fitted(self, stage: int, start: int, count: int) -> tuple[float, tuple[Piece, ...]] | None:
+        mixes = self._mixes(max(0, (count - start % 2 - (start + count) % 2) // 2))
 
-            def own(mix: Sequence[tuple[str, int]]) -> list[Piece]:
-                return list(by_kind(self.work, pieces(mix), start // 2))
+        def own(i: int) -> list[Piece]:
+            return list(by_kind(self.work, self._pieces(stage, start, count, mixes[i]), start // 2))
 
-            first = _first(range(len(mixes)), lambda i: self._bytes(stage, own(mixes[i])) <= self.memory, lambda i: self._hosts(stage, own(mixes[i])))
-            made = None if first is None else pieces(mixes[first])
-            self._known[key] = None if first is None or made is None else (self._seconds(stage, own(mixes[first])), made)
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, int], tuple[float, tuple[Piece, ...]] | None]:
-        return {}
+        first = _first(range(len(mixes)), lambda i: self._bytes(stage, own(i)) <= self.memory, lambda i: self._hosts(stage, own(i)))
+        return None if first is None else (self._seconds(stage, own(first)), self._pieces(stage, start, count, mixes[first]))
 
     def _bytes(self, stage: int, pieces: Sequence[Piece]) -> float:
         """What `stage_memory` says of a stage in one chunk: state and activations add up, of passing buffers the largest counts."""
@@ -314,25 +304,12 @@ class StagePartitioner:
         return self._alive[stage] * kept <= self.devices[stage].get("host.memory", HOST_MEMORY)
 
     def _block(self, name: str, mode: str) -> Block:
-        if (name, mode) not in self._blocks:
-            self._blocks[name, mode] = replace(named_blocks(self.work)[name], again=mode)
-        return self._blocks[name, mode]
-
-    @cached_property
-    def _blocks(self) -> dict[tuple[str, str], Block]:
-        return {}
+        return self._once((name, mode), lambda: replace(named_blocks(self.work)[name], again=mode))
 
     def _memory_of(self, name: str, mode: str) -> Memory:
         """Of one block among others with one micro-batch in flight."""
-        if (name, mode) not in self._memories:
-            block = self._block(name, mode)
-            made = stage_memory(self.setting, [[LayerRun(block, 1)]], ONE)
-            self._memories[name, mode] = replace(made, activations=saved(self.setting, block))
-        return self._memories[name, mode]
-
-    @cached_property
-    def _memories(self) -> dict[tuple[str, str], Memory]:
-        return {}
+        block, s = self._block(name, mode), self.setting
+        return self._once(("memory", name, mode), lambda: replace(stage_memory(s, [[LayerRun(block, 1)]], ONE), activations=saved(s, block)))
 
     @cached_property
     def _alive(self) -> Sequence[int]:
