@@ -26,9 +26,8 @@ from weft.ops.registry import Kind, flops
 from weft.plan.layers import ATTENTION, FFN
 from weft.plan.named import stacked
 from weft.plan.once import Once
-from weft.plan.placed_short import PlacedShort
 from weft.plan.setting import Setting
-from weft.plan.short import FIRST, LAYER, Short, short_of
+from weft.plan.short import FIRST, LAYER, PlacedShort, Short, short_of
 from weft.plan.workload import Block, Workload, odd_of, overlapped_with_matmuls, quantised
 
 FEW = 2  # samples for each rank of ep that are captured, and twice as many; sizes of others follow

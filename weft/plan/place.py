@@ -91,15 +91,21 @@ def placed_with(
 
 def remake(
     program: Program, mesh: Mesh, made: dict[Node, Node], input_: Callable[[Node], Node], node: Callable[[Node], Node],
-    output: Callable[[str, Node, Mapping[str, str]], Node],
+    output: Callable[[str, Node], Node | None] = lambda name, node: None,
 ) -> Program:  # fmt: skip
-    """The program anew on the mesh, node by node; `made` is filled with what became of each."""
+    """The program anew on the mesh, node by node; `made` is filled with what became of each. An output of which `output` says nothing is laid out as
+    its state, or replicated."""
     inputs = [input_(n) for n in program.inputs]
     for n in program.nodes:
         if n not in made:
             made[n] = node(n)
     state = dict(program.state)
-    outputs = {name: output(name, n, state) for name, n in program.outputs}
+
+    def given(name: str, n: Node) -> Node:
+        home = program.input_names.get(state.get(name, ""))
+        return reshard(made[n], made[home].layout if home is not None else Layout.of(mesh, n.shape))  # type: ignore[no-any-return]
+
+    outputs = {name: output(name, n) or given(name, n) for name, n in program.outputs}
     lines = {made[n]: line for n, line in program.lines.items() if n in made}
     return new_program(program.name, mesh, inputs, outputs, state=program.state, lines=lines)
 
@@ -108,7 +114,7 @@ def rebuilt(program: Program, node: Callable[[Node, tuple[Node, ...]], Node], ma
     """The program on the inputs it has, each node as `node` makes it of what became of its operands; `made` is filled with these."""
     made = {} if made is None else made
     made |= {n: n for n in program.inputs}
-    return remake(program, program.mesh, made, lambda n: n, lambda n: node(n, tuple(made[a] for a in n.args)), lambda name, n, state: made[n])
+    return remake(program, program.mesh, made, lambda n: n, lambda n: node(n, tuple(made[a] for a in n.args)), lambda name, n: made[n])
 
 
 class _Placer:
@@ -150,13 +156,11 @@ class _Placer:
         self.made[node] = reshard(new, Layout.of(self.mesh, node.shape, self.arrivals[name])) if name in self.arrivals else new
         return new
 
-    def _output(self, name: str, node: Node, state: Mapping[str, str]) -> Node:
+    def _output(self, name: str, node: Node) -> Node | None:
         value = self.made[node]
-        if name in self.outputs:
-            return reshard(value, Layout.of(self.mesh, node.shape, {**value.layout.placements, **self.outputs[name]}))  # type: ignore[no-any-return]
-        home = self.program.input_names.get(state.get(name, ""))
-        want = self.made[home].layout if home is not None else Layout.of(self.mesh, node.shape)
-        return reshard(value, want)  # type: ignore[no-any-return]
+        if name not in self.outputs:
+            return None
+        return reshard(value, Layout.of(self.mesh, node.shape, {**value.layout.placements, **self.outputs[name]}))  # type: ignore[no-any-return]
 
     # -- one node --------------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from weft.core.errors import PlanError
 from weft.core.layout import Mesh, R, S
 from weft.frontend.capture import Captured, capture
 from weft.plan.layouts import Chosen, OnCluster, choose
-from weft.plan.layouts.isomorphic import parts
+from weft.plan.layouts.model import parts
 from weft.rewrite.engine import same_erased
 
 

@@ -16,8 +16,7 @@ from weft.ops.comm import is_comm, reshard, slice_
 from weft.ops.source import input_in_layout
 from weft.plan.assignment import Solution, solve
 from weft.plan.assignment.budget import Budget
-from weft.plan.layouts.isomorphic import Instance
-from weft.plan.layouts.model import COPY, Allow, LayoutModel, Rates, Tap, build
+from weft.plan.layouts.model import COPY, Allow, Instance, LayoutModel, Rates, Tap, build
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.strategies import Centre, Strategies, Strategy
 from weft.plan.place import remake
@@ -90,7 +89,7 @@ def choose(
     if answer.x is None:
         raise _no_layouts(program, mesh, memory, str(answer.reason))
     writer = _LayoutWriter(program, mesh, model, [int(a) for a in answer.x])
-    made = remake(program, mesh, writer.made, writer._input, writer._node, writer._output)
+    made = remake(program, mesh, writer.made, writer._input, writer._node)
     return Chosen(made, model, answer, frozenset(writer.again))
 
 
@@ -214,8 +213,3 @@ class _LayoutWriter:
         """Whether the forward pass reads a copy in which some shard of the value is undone."""
         tap, layout = self._tap(value, late=False), self._way(value).results[0]
         return tap is not None and tap.how == COPY and any(isinstance(h, S) and h != p for h, p in zip(layout, tap.layout, strict=True))
-
-    def _output(self, name: str, node: Node, state: Mapping[str, str]) -> Node:
-        home = self.program.input_names.get(state.get(name, ""))
-        want = self.made[home].layout if home is not None else Layout.of(self.mesh, node.shape)
-        return reshard(self.made[node], want)  # type: ignore[no-any-return]

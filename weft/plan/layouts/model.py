@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +32,6 @@ from weft.cost.work import Work
 from weft.ops.registry import Kind
 from weft.ops.shape import concat_op, reshape_op
 from weft.plan.assignment.problem import Floats, Problem, assemble
-from weft.plan.layouts.isomorphic import Instance, parts
 from weft.plan.layouts.moves import Placements, Prices
 from weft.plan.layouts.strategies import Centre, Strategies, Strategy, may_pend
 from weft.plan.roles import Roles
@@ -341,3 +341,56 @@ def _odd(strategy: Strategy) -> int:
 
 def _bytes(type_: Type) -> float:
     return float(math.prod(type_.shape) * type_.dtype.itemsize)
+
+
+# -- corresponding nodes of repeated blocks, which one choice serves: tying only ever forgoes choices
+
+ROUNDS = 3
+
+
+class Instance(Protocol):
+    """Where a block stands in a program."""
+
+    @property
+    def parameters(self) -> tuple[Node, ...]: ...
+
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+
+
+def parts(program: Program, blocks: Sequence[Sequence[Instance]]) -> dict[Node, int]:
+    """A number for the part each node plays; without blocks every node plays its own. Nodes of equal place in instances of a block correspond; all
+    others, the gradients of a block among them, are told apart by op and shapes, then by the parts their operands and readers play, a few rounds over."""
+    if not blocks:
+        return {n: i for i, n in enumerate(program.nodes)}
+    placed = _placed(program, blocks)
+    part: Mapping[Node, object] = {n: placed.get(n, _looks(n)) for n in program.nodes}
+    for _ in range(ROUNDS):
+        seen = {n: placed.get(n, (part[n], *(part[a] for a in n.args), _readers(program, part, n))) for n in program.nodes}
+        part = _numbered(program, seen)
+    return _numbered(program, part)
+
+
+def _placed(program: Program, blocks: Sequence[Sequence[Instance]]) -> dict[Node, object]:
+    """Nodes by their place in the outermost block they belong to."""
+    placed: dict[Node, object] = {}
+    for b, instances in sorted(enumerate(blocks), key=lambda item: -max(len(i.nodes) for i in item[1])):
+        for instance in instances:
+            for i, n in enumerate((*instance.parameters, *instance.nodes)):
+                if n in program.node_set:
+                    placed.setdefault(n, ("block", b, i))
+    return placed
+
+
+def _looks(node: Node) -> object:
+    attrs = tuple((k, str(v)) for k, v in node.attrs if k not in ("site", "name", "mesh"))
+    return node.op.name, attrs, tuple((t.shape, str(t.dtype)) for t in node.types)
+
+
+def _readers(program: Program, part: Mapping[Node, object], node: Node) -> tuple[object, ...]:
+    return tuple(sorted({str(part[u]) for u in program.users[node]}))
+
+
+def _numbered(program: Program, keys: Mapping[Node, object]) -> dict[Node, int]:
+    numbers: dict[object, int] = {}
+    return {n: numbers.setdefault(keys[n], len(numbers)) for n in program.nodes}
