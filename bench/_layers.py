@@ -128,6 +128,8 @@ class Counted(Shape):
 class Sized(Counted):
     """A transformer whose work is counted by hand, too."""
 
+    layouts = ()  # of parameters, none of which is fixed
+
     @property
     def depth(self) -> int:
         return self.layers

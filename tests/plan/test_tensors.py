@@ -57,6 +57,7 @@ def test_the_plans_own_cut_is_free_and_another_costs(model: nn.Module) -> None:
     other = plan_pinned(REQUEST, [parse_pin(f"{up}=tp:S(1)")])
     assert isinstance(other, Plan) and other.predicted["layouts_ms"] > 0 and other.step_ms > made.step_ms
     assert other.setting.pins == (f"{up}=tp:S(1)",)
+    assert other.infeasible["zero3"] == f"no degree of tp above 1, which {up}=tp:S(1) needs"
 
 
 def test_infeasible_says_without_which_pin(model: nn.Module) -> None:

@@ -204,6 +204,8 @@ class Search(Once):
         fixed = [f"{k}={v}" for k, v in self.limits.pins.items()]
         pins = ", ".join([*fixed, *([f"tp<={self.limits.max_tp}"] if self.limits.max_tp else [])])
         free = Search(p).ranked(space) if pins else []
+        if p.shape.layouts:
+            return f"no degree of tp above 1, which {', '.join(p.shape.layouts)} needs"
         if free:
             return f"no setting meets {pins}; without it {describe(free[0].setting)} would do"
         return f"no degrees divide {p.cluster.devices} devices, a batch of {p.batch} and what the model can be split into"
