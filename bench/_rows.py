@@ -219,7 +219,7 @@ def _with_experts(b: Blanks, shape: Counted, profile: Profile) -> Counted:
     ranks, chunks = b.integer("ep", 1) * b.integer("tp", 1), _virtual(b, shape.layers, b.integer("pp", 1))
     crosses = ranks > profile.node_size and b.integer("pp", 1) > 1 and chunks > 1
     if crosses:
-        b.assumed["tokens of experts"] = "sent beside the compute of another micro-batch, as interleaved pipelines offer where experts cross nodes"
+        b.assumed["tokens of experts"] = "sent overlapped with the compute of another micro-batch, as interleaved pipelines offer where experts cross nodes"
     return dataclasses.replace(made, again=recomputed((b.cells.get("recompute") or "").lower()), beside=crosses)
 
 

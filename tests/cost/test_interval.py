@@ -50,6 +50,7 @@ def test_bounds_of_every_figure() -> None:
     assert [kind_of("compiled", False, False), kind_of("classic", False, False), kind_of("compiled", True, False), kind_of("compiled", True, True)] == [
         "dense", "classic", "experts", "captured",
     ]  # fmt: skip
+    assert kind_of("compiled", True, True, processor=True) == "processor"
 
 
 def found(seconds: float, **changes: object) -> Found:

@@ -49,7 +49,7 @@ def _data() -> Any:
 
 
 def spread(kind: str) -> Spread:
-    """The spread of the time of a kind of step: `classic`, `dense`, `experts`, or `captured`."""
+    """The spread of the time of a kind of step: `classic`, `dense`, `experts`, `captured`, or `processor` of one that was captured for processors."""
     return Spread(kind, **_data()["time"][kind])
 
 
@@ -58,9 +58,9 @@ def memory_spread() -> Spread:
     return Spread("memory", **_data()["memory"]["all"])
 
 
-def kind_of(kernels: str, experts: bool, captured: bool) -> str:
+def kind_of(kernels: str, experts: bool, captured: bool, processor: bool = False) -> str:
     """Which rows a step is like."""
-    return "captured" if captured else "experts" if experts else "classic" if kernels == "classic" else "dense"
+    return ("processor" if processor else "captured") if captured else "experts" if experts else "classic" if kernels == "classic" else "dense"
 
 
 def equal_within() -> float:

@@ -14,7 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import PlanError, reason
+from weft.cluster.spec import cluster as read_cluster
+from weft.core.errors import PlanError, WeftError, reason
 from weft.core.files import BYTES, parse_json
 from weft.core.layout import S, chunk
 from weft.core.names import bare
@@ -24,6 +25,7 @@ from weft.core.role import Role
 from weft.core.schema import LARGE, MOST, Listed, Mapped, Maybe, Record, Row, fit, flag, integer, number, one_of, short, text, word
 from weft.core.text import parse as parse_program
 from weft.cost.interval import bounds, kind_of
+from weft.cost.price import compiles
 from weft.ops.source import input_node
 from weft.plan.pins import parse_pin
 from weft.plan.setting import Setting
@@ -189,7 +191,7 @@ class Plan:
     def kind(self) -> str:
         """Which measured steps it is like, as `cost.interval` knows them."""
         experts = self.setting.ep > 1 or self.predicted.get("experts", 0) > 0
-        return kind_of(self.setting.kernels, experts, bool(self.layouts))
+        return kind_of(self.setting.kernels, experts, bool(self.layouts), bool(self.layouts) and _on_processors(self.cluster))
 
     def bounds(self) -> dict[str, float]:
         """Low and high of every figure that is predicted."""
@@ -214,6 +216,14 @@ class Plan:
 
 
 TIP = "weft plan MODEL --cluster SPEC --out FILE"
+
+
+def _on_processors(cluster: str) -> bool:
+    """Whether its devices run steps node by node; not known of one whose file is not here."""
+    try:
+        return not compiles(read_cluster(cluster).device)
+    except WeftError:
+        return False
 
 
 def load(path: str | Path) -> Plan:
