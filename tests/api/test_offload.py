@@ -43,6 +43,22 @@ def test_bits_are_the_same(tmp_path: Path) -> None:
     on_ranks(2, job, tmp_path)
 
 
+def test_what_the_backward_pass_alone_reads_of_earlier_layers_comes_back_too() -> None:
+    """Of a BERT, whose embeddings end in a norm, what this norm was given."""
+    t = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 37, "hidden_size": 18, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 26, "max_position_embeddings": 16}
+    x = torch.randint(0, 37, (4, 11), generator=torch.Generator().manual_seed(0))
+
+    def trained(plan: str) -> list[float]:
+        torch.manual_seed(0)
+        model = t.BertForMaskedLM(t.BertConfig(**sizes))
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = parallelize(model, lambda m, x: torch.nn.functional.cross_entropy(m(input_ids=x).logits.flatten(0, 1), x.flatten()), opt, x, plan, check=False)
+        return [step(x).item() for _ in range(2)]
+
+    assert trained("recompute,offload") == trained("recompute")
+
+
 def test_layers_are_run_each_in_its_way() -> None:
     """Of five blocks two are kept by the host, one is recomputed, one recomputed from an input kept by the host; the last is kept as it is, so the one
     before comes back while it is at work."""

@@ -209,7 +209,7 @@ def attention(
     bias, seen = _bias(mask, q, k)
     out, lse = _masked(*flat, bias, scale)
     out, lse = out[..., :d].reshape(b, g, r, s, d), lse.reshape(b, g, r, s)
-    return torch.where(seen, out, 0.0), torch.where(seen[..., 0], lse, -torch.inf)
+    return out * seen, torch.where(seen[..., 0] | lse.isnan(), lse, -torch.inf)  # what is no number stays none, as in torch
 
 
 def _every_row(q: Tensor, value: float) -> Tensor:
@@ -240,7 +240,7 @@ def attention_backward(
         dq, dk, dv = _flash_backward(*ours, lse.reshape(b, g * r, s).contiguous(), causal, scale)
     else:
         bias, seen = _bias(mask, q, k)
-        lse = torch.where(seen[..., 0], lse, torch.inf)  # so that the weights of a row that sees no key are 0
+        lse = torch.where(seen[..., 0] | lse.isnan(), lse, torch.inf)  # so that the weights of a row that sees no key are 0
         dq, dk, dv = _masked_backward(*ours, lse.reshape(b, g * r, s).contiguous(), bias, scale)
     if r > 1 and not _shares_keys(q, mask):
         dk, dv = (x.reshape(b, g, r, *x.shape[2:]).sum(2) for x in (dk, dv))
