@@ -68,6 +68,29 @@ def test_order_beside_a_mask(window: int, padded: bool) -> None:
         torch.testing.assert_close(got, grad)
 
 
+@pytest.mark.parametrize("operand", [0, 1, 2], ids=["queries", "keys", "values"])
+@pytest.mark.parametrize("hidden", ["all of a row", "some keys", "nothing"])
+def test_what_is_no_number_is_hidden_by_no_mask(operand: int, hidden: str) -> None:
+    """As torch's own attention has it with scores written out, forward and back: a NaN that went in comes out."""
+    torch.manual_seed(5)
+    given = [torch.randn(2, 2, 4, 3, dtype=torch.float64) for _ in range(3)]
+    given[operand][1, 0, 2] = math.nan
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    seen[1:3] = hidden != "all of a row"
+    seen[:, 2] &= hidden == "nothing"
+    q, k, v = (x.clone().requires_grad_() for x in given)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.4)
+    do = torch.randn_like(want)
+    wanted = [torch.isnan(g) for g in torch.autograd.grad(want, (q, k, v), do)]
+    mask = torch.zeros(4, 4, dtype=torch.float64).masked_fill(~seen, -math.inf)[None, None, None]
+    query, *others = given[0].unsqueeze(2), *given[1:]
+    out, lse = library_kernels.attention(query, *others, mask, scale=0.4)
+    torch.testing.assert_close(out[:, :, 0], want.detach(), equal_nan=True)
+    back = library_kernels.attention_backward(do.unsqueeze(2), query, *others, out, lse, mask, scale=0.4)
+    assert all(g.reshape(w.shape).isnan()[w].all() for g, w in zip(back, wanted, strict=True))
+
+
 def test_the_least_number_hides_a_key_but_not_all_of_them() -> None:
     q, k, v = (torch.randn(s, dtype=torch.float32) for s in ((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4)))
     mask = torch.tensor([[0.0, torch.finfo(torch.float32).min, -math.inf], [torch.finfo(torch.float32).min] * 2 + [-math.inf]])
