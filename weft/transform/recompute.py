@@ -177,6 +177,7 @@ class _Recomputed:
         inner = set(nodes)
         outer = dict.fromkeys(a for n in nodes for a in n.args if a not in inner and _is_value(a))
         outer |= dict.fromkeys(a for a in self._read_of(i) if a.op.is_input)
+        outer |= dict.fromkeys(a for n in self.back if self.level[n] == i for a in n.args if self.sent.get(a) == i and a not in self.inside)
         second = self._remade_inputs(i, list(outer))
         for n in nodes:
             second[n] = with_operands(n, tuple(second.get(a, a) for a in n.args))
