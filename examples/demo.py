@@ -136,14 +136,14 @@ def two_processes(rank: int, world: int) -> dict[str, Any]:
         return float(made(batch))
 
     losses, recorder = [], made.record(str(RUN), progress=False)
-    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
+    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=rank != 0) as bar:
-        task = bar.add_task("training", total=STEPS, said="")
+        task = bar.add_task("training", total=STEPS, rate="")
         for batch in data:
             start = time.perf_counter()
             losses.append(step(batch))
-            rate = BATCH * SEQ / (time.perf_counter() - start)
-            bar.update(task, advance=1, said=f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
+            speed = BATCH * SEQ / (time.perf_counter() - start)
+            bar.update(task, advance=1, rate=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
     recorder.close()
     made.recorder = None  # what is timed next is not watched
     ways = {f"weft {made.decision.plan}": step, "DDP": train.ddp(w, rank, world), "FSDP2": train.fsdp2(w, rank, world)}

@@ -158,8 +158,8 @@ def _stages(d: Draft) -> Draft:
     placements, options = input_layouts(captured.program, spec, captured.states, pinned)
     exact = {n: p for n, p in d.plan.input_layouts(captured, spec).items() if n not in pinned} if d.plan is not None else {}
     found = d.plan.found(captured) if d.plan is not None else FoundStages()
-    known = found.cuts is not None and len(found.cuts) + 1 == spec.virtual_stages
-    ends = found.cuts if known else chosen_ends(captured, spec.virtual_stages)
+    known = found.splits is not None and len(found.splits) + 1 == spec.virtual_stages
+    ends = found.splits if known else chosen_ends(captured, spec.virtual_stages)
     regions = regions_of(captured, spec.again) if found.recomputed is None else found.recomputed
     stages = numbered(split(captured, spec.virtual_stages, ends, regions), spec.pipeline.places(spec.pp, spec.chunks))
     run = tuple(recomputed_stage(s, spec.pipeline.defers_weights) for s in stages)

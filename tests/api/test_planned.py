@@ -252,7 +252,7 @@ def test_a_model_of_other_layers_is_told(tmp_path: Path) -> None:
     pieces = stage_contents_of(plan.spec)
     assert pieces is not None
     found = pieces.find(captured("gpt2", layers=4))
-    assert found.cuts is None and found.recomputed is None
+    assert found.splits is None and found.recomputed is None
     assert found.problems == ["where its stages are split: it has 7 layers and this model 4 blocks that repeat"]
     both = Counted((ROW[:3], ROW[3:])).find(captured("gpt2", layers=4))
     assert both.problems == ["where its stages are split and what it recomputes: it has 7 layers and this model 4 blocks that repeat"]
@@ -266,7 +266,7 @@ def test_half_a_layer_where_there_is_none(folder: Path) -> None:
     own = Own(folder)
     step = capture(own.model, own.example(4), own.loss, torch.optim.SGD(own.model.parameters(), lr=0.1))
     found = Counted(stages).find(step)
-    assert found.problems == ["where stage 1 of it ends: inside layer 2 no value passes alone"] and found.cuts is None
+    assert found.problems == ["where stage 1 of it ends: inside layer 2 no value passes alone"] and found.splits is None
 
 
 def test_a_part_that_a_layer_does_not_have() -> None:

@@ -26,7 +26,9 @@ FUNCTIONS = {
     "pretended", "quick", "ruled", "says", "stray", "tailor", "teach", "told", "travel", "travels", "trust", "turned", "turns", "wholes", "wish",
 }  # fmt: skip
 # Nor a variable or a parameter.
-VARIABLES = {"heard", "judged", "lie", "lies", "mover", "said", "settled", "stray", "turned", "wholes"}
+VARIABLES = {"heard", "judged", "laid", "lie", "lies", "mover", "said", "settled", "stray", "told", "turned", "wholes"}
+# Nor an attribute, or the name of an argument at a call.
+ATTRIBUTES = {"alike", "heard", "judged", "laid", "mover", "quick", "said", "told", "together", "turned", "turns", "uncut", "whole", "wholes", "WHOLE"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
@@ -82,6 +84,13 @@ def test_variables_are_named_by_the_words_of_the_field(room: Path) -> None:
         for line, name in bound(path)
         if name in VARIABLES
     ]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[p.name for p in ROOMS])
+def test_attributes_are_named_by_the_words_of_the_field(room: Path) -> None:
+    nodes = ((path, n) for path in modules(room) for n in ast.walk(ast.parse(path.read_text())))
+    found = ((path, n, n.attr if isinstance(n, ast.Attribute) else n.arg) for path, n in nodes if isinstance(n, (ast.Attribute, ast.keyword)))
+    assert not [f"{path.relative_to(ROOT)}, line {n.lineno}: {name}" for path, n, name in found if name in ATTRIBUTES]
 
 
 def bound(path: Path) -> Iterator[tuple[int, str]]:

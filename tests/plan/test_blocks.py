@@ -343,7 +343,7 @@ def test_units_of_several_blocks_and_blocks_apart_are_found(tmp_path: Path) -> N
     short = short_of(captured)
     assert short.repeats == tuple(row.count for row in rows) and len([n for n in short.program.input_names if n.endswith("qkv.weight")]) == 3
     pieces = Counted(((("layer", "none", 2),), (("layer", "none", 2),))).find(captured)
-    assert pieces.cuts is not None and len(pieces.cuts) == 1 and not pieces.problems
+    assert pieces.splits is not None and len(pieces.splits) == 1 and not pieces.problems
 
 
 def test_dense_layers_before_those_with_experts_are_a_row_of_their_own() -> None:

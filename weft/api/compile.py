@@ -124,7 +124,7 @@ class Inference:
             if name in run.program.input_names and (name not in self._taken or self._taken[name][0] is not value):
                 self._taken[name] = value, run.program.input_names[name].layout
                 self._take(name, value, run)
-        self._carried |= {held for _, held in program.state}
+        self._carried |= {became for _, became in program.state}
         return run, captured
 
     def _take(self, name: str, value: Tensor, run: Compiled | None = None) -> None:

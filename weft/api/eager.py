@@ -206,8 +206,8 @@ def itself(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[P
     """Both as they are; afterwards every tensor, its version too, and every plain attribute is what it was."""
     kept = [] if optimizer is None else [(p, state, dict(state)) for p, state in optimizer.state.items()]
     settings = [] if optimizer is None else [(home, dict(home)) for home in (vars(optimizer), *optimizer.param_groups)]
-    held = [x for _, _, own in kept for x in own.values() if isinstance(x, Tensor)]
-    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers(), *held)]
+    of_optimizer = [x for _, _, own in kept for x in own.values() if isinstance(x, Tensor)]
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers(), *of_optimizer)]
     with torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _, _ in tensors)):
         try:
             _count_as_captured(optimizer, optimizer)

@@ -26,7 +26,7 @@ HALVES = {"layer": (FULL, 2), "attention": (ATTENTION, 1), "ffn": (FFN, 1)}
 class FoundStages:
     """Where a step is split and what is recomputed, None where that is left open; what of the plan is not followed, and why."""
 
-    cuts: tuple[Cut, ...] | None = None
+    splits: tuple[Cut, ...] | None = None
     recomputed: tuple[Region, ...] | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Counted:
             why = f"it has {depth} layers and this model {layers.count} blocks that repeat"
             return FoundStages(problems=[f"{' and '.join(lost)}: {why}"] if lost else [])
         found = FoundStages()
-        found.cuts = self._cuts(stages, layers, found.problems)
+        found.splits = self._splits(stages, layers, found.problems)
         found.recomputed = tuple(self._again(stages, layers, found.problems))
         return found
 
@@ -91,12 +91,12 @@ class Counted:
     def _mixed(self) -> bool:
         return any(mode != "none" for stage in self.stages for _, mode, _ in stage)
 
-    def _cuts(self, stages: Sequence[Sequence[Piece]], layers: Layers, notes: list[str]) -> tuple[Cut, ...] | None:
+    def _splits(self, stages: Sequence[Sequence[Piece]], layers: Layers, notes: list[str]) -> tuple[Cut, ...] | None:
         """The ends of all stages but the last; none where one of them is no place to split."""
         ends = itertools.accumulate(sum(n * HALVES[name][1] for name, _, n in stage if name in HALVES) for stage in stages[:-1])
-        cuts = [(at, layers.end(at)) for at in ends]
-        notes += [f"where stage {g} of it ends: {_describe_halves(at)} no value passes alone" for g, (at, end) in enumerate(cuts, 1) if not end]
-        return tuple(end for _, end in cuts if end) if all(end for _, end in cuts) else None
+        splits = [(at, layers.end(at)) for at in ends]
+        notes += [f"where stage {g} of it ends: {_describe_halves(at)} no value passes alone" for g, (at, end) in enumerate(splits, 1) if not end]
+        return tuple(end for _, end in splits if end) if all(end for _, end in splits) else None
 
     def _again(self, stages: Sequence[Sequence[Piece]], layers: Layers, notes: list[str]) -> Iterator[Region]:
         lost: dict[str, list[str]] = {}

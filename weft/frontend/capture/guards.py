@@ -184,7 +184,7 @@ class Reads(ReadValues):
             self._object(value, words, depth)
 
     def _container(self, value: Any, words: str, depth: int) -> None:
-        self.wholes.append((value, copied(value), words))
+        self.contents.append((value, copied(value), words))
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
         for key, x in list(items):
             if not is_plain(x):
@@ -193,7 +193,7 @@ class Reads(ReadValues):
     def _object(self, value: Any, words: str, depth: int) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self.wholes.append((own.keys(), frozenset(own), words))
+            self.contents.append((own.keys(), frozenset(own), words))
             for name in list(own):
                 self._walk(own, name, f"{words}.{name}", depth + 2)
         for base in type(value).__mro__[:-1]:

@@ -40,7 +40,7 @@ class ReadValues:
         self.batch = plain_leaves(batch)
         self.places: list[Place] = []
         self.sizes: list[tuple[Any, int, str]] = []
-        self.wholes: list[tuple[Any, Any, str]] = []  # containers, with what was in them
+        self.contents: list[tuple[Any, Any, str]] = []  # containers, with what was in them
         self.arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
         self.hooks: list[tuple[Tensor, int, str]] = []  # how many hooks parameters have
         self.flags: list[tuple[Tensor, bool, str]] = []
@@ -60,7 +60,7 @@ class ReadValues:
 
     def undo(self) -> None:
         """Take back what the trace left in Python."""
-        for full, copy, _ in self.wholes:
+        for full, copy, _ in self.contents:
             if not same_contents(full, copy):
                 restore(full, copy)
         for place in self.places:
@@ -74,7 +74,7 @@ class ReadValues:
 
     def forget_tensors(self) -> None:
         """Take tensors of the trace out of what the user keeps: they stand for no value."""
-        for full, copy, _ in self.wholes:
+        for full, copy, _ in self.contents:
             if holds_traced(full):
                 restore(full, copy)
         for place in self.places:
@@ -87,7 +87,7 @@ class ReadValues:
     def keep(self) -> bool:
         """Give values to what the trace left and depends on no input; whether there is any, and nothing else of the trace is left."""
         named = {id(c.place.box.full) for c in self.left if c.place is not None and isinstance(c.place.box, Contents)}
-        inside = [(full, copy, words) for full, copy, words in self.wholes if id(full) not in named and holds_traced(full)]
+        inside = [(full, copy, words) for full, copy, words in self.contents if id(full) not in named and holds_traced(full)]
         left = [*self.left, *(Change(words, copy, copied(full), Place(Contents(full), 0, copy, words)) for full, copy, words in inside)]
         if self.kept is None or not any(holds_traced(c.now) for c in left):
             return False
@@ -135,7 +135,7 @@ class ReadValues:
         for full, size, words in self.sizes:
             if len(full) != size:
                 yield Change(words, f"{size} of them", f"{len(full)}")
-        for full, copy, words in self.wholes:
+        for full, copy, words in self.contents:
             if not same_contents(full, copy):
                 yield Change(words, shown_contents(copy), shown_contents(copied(full)))
         yield from (Change(p.words, p.value, p.now()) for p in self.tensors.values() if not same_kind(p))
@@ -180,7 +180,7 @@ class ReadValues:
         self.in_any_grad_mode()
         own = [sharded.__dict__, *(sharded.__dict__[k] for k in TABLES)]
         self.places = [p for p in self.places if is_plain(p.value)]
-        self.wholes = [full for full in self.wholes if not any(full[0] is x for x in own)]
+        self.contents = [full for full in self.contents if not any(full[0] is x for x in own)]
         self.sizes = [size for size in self.sizes if not any(size[0] is x for x in own)]
         self.hooks, self.flags = [], []
         self.fixed = [(p, p.value._version) for p in self.tensors.values()]

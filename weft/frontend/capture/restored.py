@@ -36,7 +36,7 @@ def as_before(reads: Reads | None) -> Iterator[None]:
         yield
         return
     places = [(p, p.now()) for p in (*reads.places, *(c.place for c in reads.left if c.place is not None))]
-    containers = [(full, copied(full)) for full, _, _ in reads.wholes]
+    containers = [(full, copied(full)) for full, _, _ in reads.contents]
     sources = [(source, random_state(source)) for source, _ in reads.sources]
     reads.undo()
     try:
