@@ -126,8 +126,8 @@ def test_memory_and_input_are_told() -> None:
 def test_a_parting_is_printed_once_each_line_whole() -> None:
     out = io.StringIO()
     printer, run = Printer(out, every=0.0), made(130.0, measured=seen(130.0, 1.0, compute=110.0, dp=20.0))
-    printer.say(run)
-    printer.say(run)
+    printer.report(run)
+    printer.report(run)
     lines = out.getvalue().splitlines()
     assert len(lines) == 3 and all(text.startswith("weft: ") for text in lines)
 
