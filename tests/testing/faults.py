@@ -126,7 +126,7 @@ FAULTS = (
           Line("weft.rewrite.pattern:_bind", "return bound if same else None", "return bound"),
           test="rewrite/test_pattern.py::test_a_hole_twice_is_one_node"),
     Fault("merged values come back in the wrong order", "one tensor would stand for another",
-          Line("weft.rewrite.communicate:merge_all", "item(together, index=k)", "item(together, index=0)"),
+          Line("weft.rewrite.communicate:merge_all", "item(merged, index=k)", "item(merged, index=0)"),
           at_verbs("merge", ops=("all_reduce",))),
     Fault("pieces of a bucket all begin at its start", "each would be the first tensor",
           Line("weft.rewrite.communicate:bucket_all", "at += size", "at += 0"), at_verbs("bucket", motifs=("optimizer",))),

@@ -92,5 +92,5 @@ def _forgetting() -> Iterator[None]:
 
 def _forget() -> None:
     node._built.clear()
-    for cached in (layout._canonical, layout.finest, layout._atom_positions, node._inferred):
+    for cached in (layout._canonical, layout._layout_of, layout.finest, layout._atom_positions, node._inferred):
         cached.cache_clear()
