@@ -38,9 +38,9 @@ def _pairs(p: Program, axis: str) -> Iterator[tuple[Node, ...]]:
         if n.op in (all_reduce, reduce_scatter) and n.args[0].op.kind is Kind.CONTRACT and readers[n.args[0]] == [n] and n.args[0] not in kept:
             yield n.args[0], n
         elif n.op is all_gather:
-            products = [r for r in readers.get(n, ()) if r.op.kind is Kind.CONTRACT]
-            if products:
-                yield n, products[0]
+            matmuls = [r for r in readers.get(n, ()) if r.op.kind is Kind.CONTRACT]
+            if matmuls:
+                yield n, matmuls[0]
 
 
 def _in_chunks(p: Program, stages: tuple[Node, ...]) -> Program:
