@@ -113,6 +113,19 @@ def test_an_epoch_reads_every_sample_once() -> None:
     assert [next(batches) for _ in range(3)] != first
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_tensor_that_all_samples_share_does_not_say_how_many_they_are(accumulate: int) -> None:
+    """A mask [6, 6] comes first in batches of four."""
+    model = nn.Linear(6, 1)
+    batch = {"mask": torch.ones(6, 6).tril(), "x": torch.randn(4, 6), "y": torch.randn(4, 1)}
+
+    def loss(model: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (model(b["x"] @ b["mask"]) - b["y"]).square().mean()
+
+    step = parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch, plan="dp1", accumulate=accumulate)
+    assert next(iter(step.rows(12, shuffle=False))) == [0, 1, 2, 3]
+
+
 def test_a_small_data_set_is_refused() -> None:
     with pytest.raises(RuntimeFault, match="smaller than a batch"):
         Rows(3, 4, torch.arange, drop_last=True)

@@ -61,7 +61,8 @@ class MicroBatches:
     @property
     def samples(self) -> int:
         """Of a full batch."""
-        return next((t.shape[self.micro.dims.get(n, 0)] for n, t in self.batch_types.items() if t.shape), 1)
+        dims = self.micro.dims or dict.fromkeys(self.batch_types, 0)
+        return next((t.shape[dims[n]] for n, t in self.batch_types.items() if t.shape and n in dims), 1)
 
     def under_plan(self, plan: Spec) -> PlacedPipeline:
         """The same step under another plan of the same mesh: laid out, split and recomputed in the same way, where it has as many stages."""

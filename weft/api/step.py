@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -200,8 +201,9 @@ class Step(StepState):
         if self.micro_batches is not None:
             size, mine = self.micro_batches.samples, torch.arange
         else:
-            type_ = next(t for t in self._batch_types.values() if t.shape)
-            size, mine = type_.shape[0], functools.partial(rows_of, type_, self.compiled.coords)
+            types = [t for t in self._batch_types.values() if t.shape]
+            ((size, _),) = Counter(t.shape[0] for t in types).most_common(1)  # others may be a mask or positions, the same for all samples
+            mine = functools.partial(rows_of, next(t for t in types if t.shape[0] == size), self.compiled.coords)
         work = work_of(self.traced, documents, samples) if documents is not None else None
         return Rows(samples, size, mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last, work=work)
 
