@@ -47,7 +47,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plan of a small GPT on four processes with a slow network between them and room for less than everything."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "four.yaml").write_text(FOUR)
-    made = plan_stack(Small("gpt2", str(folder / "four.yaml"), BATCH, 0, "time", Limits(memory=1.50055e9)))
+    made = plan_stack(Small("gpt2", str(folder / "four.yaml"), BATCH, 0, "time", Limits(memory=1.5006e9)))
     assert isinstance(made, Plan)
     made.save(folder / "plan.json")
     return folder / "plan.json"

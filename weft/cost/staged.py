@@ -1,5 +1,5 @@
 """A step in micro-batches over the stages of a pipeline, predicted: each pass takes its program's own time, passes come in the order the ranks
-take them up, messages are sent meanwhile, and the update follows the last.
+take them up, messages are sent meanwhile, gradients are added to those of earlier micro-batches, and the update follows the last.
 
 Of the memory of a rank: its state throughout; of every micro-batch under way what its later passes read; sums of gradients from the
 first on; and what the pass at work makes beyond that.
@@ -19,8 +19,10 @@ from weft.core.program import Program
 from weft.core.role import Role
 from weft.cost.memory import peak_bytes
 from weft.cost.pipeline import Pass, kept_over, passes
+from weft.cost.price import device_seconds
 from weft.cost.simulate import predict, root_of, send_seconds
 from weft.cost.timeline import Seen, Task, Timeline, run
+from weft.cost.work import MemoryBound
 from weft.ops.registry import nbytes
 
 Routes = Mapping[tuple[int, str], Mapping[int, Sequence[str]]]  # (stage, kind of pass) to the stages that read of it, and what
@@ -59,7 +61,15 @@ class StagedStep:
     @cached_property
     def seconds(self) -> dict[tuple[int, str], float]:
         phases = {(s.number, kind): self.phase(s, kind) for s in self.stages for kind in PASSES}
-        return {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in phases.items()}
+        seconds = {key: 0.0 if p is None else predict(p, self.cluster).step_ms / 1e3 for key, p in phases.items()}
+        for s in self.stages:
+            seconds[s.number, PASSES[len(s.phases) - 1]] += self.sum_seconds(s)
+        return seconds
+
+    def sum_seconds(self, stage: StagePrograms) -> float:
+        """To add a micro-batch's gradients to those of earlier ones; the first, which has none before it, takes its share."""
+        size, count, micro = self.gradients(stage), len(self.gradient_types(stage)), 1 + max(m for order in self.orders for *_, m in order)
+        return device_seconds(self.cluster.device, MemoryBound("sum gradients", 3 * size, count)) * (micro - 1) / micro if size else 0.0
 
     @cached_property
     def updates(self) -> list[Seen]:
@@ -108,8 +118,11 @@ class StagedStep:
         later = {n: x for p in stage.phases[1:] for n, x in p.input_names.items() if x.role not in stored}
         return float(sum(nbytes(x.type) for x in later.values()))
 
+    def gradient_types(self, stage: StagePrograms) -> list[Type]:
+        return [x.type for p in stage.phases[1:] for n, x in p.outputs if n.startswith("d.param.")]
+
     def gradients(self, stage: StagePrograms) -> float:
-        return float(sum(nbytes(x.type) for p in stage.phases[1:] for n, x in p.outputs if n.startswith("d.param.")))
+        return float(sum(map(nbytes, self.gradient_types(stage))))
 
     @cached_property
     def extra_bytes(self) -> dict[tuple[int, str], float]:
