@@ -104,6 +104,13 @@ _LOOKUPS = [
         index(9, 7),
     ),
     case(
+        "segment_max with a dim of one",
+        lambda x, i: segment.segment_max(x, i, fill.arange(4, x.mesh)),
+        _segment_max,
+        normal(7, 1, 3),
+        index(4, 7),
+    ),
+    case(
         "segment_max of sharded segments",
         lambda x, i: segment.segment_max(x, i, comm.slice_(fill.arange(4, x.mesh), axis=next(iter(x.mesh.axes)), dim=0)),
         _segment_max,

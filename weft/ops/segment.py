@@ -9,10 +9,8 @@ import torch
 from weft.core.node import Attrs, Node
 from weft.ops.comm import all_reduce_partials
 from weft.ops.embed import find, first_elements, need_index, put, take
-from weft.ops.fill import full
 from weft.ops.pointwise import cast, eq, maximum
 from weft.ops.registry import Equation, Kind, Types, define
-from weft.ops.shape import reshape
 
 
 def _equation(types: Types, attrs: Attrs) -> Equation:
@@ -34,8 +32,7 @@ def _vjp(n: Node, ct: Node) -> Any:
     x, index, rows = n.args
     hit = cast(eq(x, all_reduce_partials(take(n, index, 0))), dtype=x.dtype)  # partial where the segments are sharded
     ties = put(hit, index, rows, 0)
-    one = reshape(full((), 1.0, x.mesh, x.dtype), (1,) * x.ndim)
-    return hit * take(ct / maximum(ties, one), index, 0), None, None
+    return hit * take(ct / maximum(ties, 1.0), index, 0), None, None
 
 
 segment_max_op = define(
