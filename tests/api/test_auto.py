@@ -274,3 +274,14 @@ def test_a_layer_of_no_features_is_planned_and_trains_as_torchs() -> None:
         want.backward()
         optimizer.step()
         torch.testing.assert_close(step(x), want.detach(), rtol=1e-12, atol=0)
+
+
+def test_positions_that_all_samples_share_leave_data_parallelism() -> None:
+    w = torch.nn.Linear(6, 1, dtype=torch.float64)
+    batch = {"positions": torch.ones(1, 6, dtype=torch.float64), "x": torch.ones(4, 6, dtype=torch.float64), "y": torch.ones(4, 6, dtype=torch.float64)}
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return m(b["x"] * b["y"] + b["positions"]).square().mean()
+
+    made = capture(w, batch, loss, torch.optim.AdamW(w.parameters()))
+    assert {4, 2, 1} == {spec.dp for spec in pool.words(made, 4)}

@@ -162,3 +162,15 @@ def test_batches_of_models_of_images_and_of_sound() -> None:
     sound = transformers.WhisperConfig(**sizes, max_target_positions=24, architectures=["WhisperForConditionalGeneration"], pad_token_id=0)
     fields = zoo.load(sound).fields(2)
     assert fields["input_features"].shape == (2, 80, 3000) and fields["labels"].shape == (2, 24)
+
+
+def test_samples_are_counted_by_most_tensors(tmp_path):
+    """A mask or positions that all samples share may come first."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n"
+        "def make(): return torch.nn.Linear(1, 1), lambda m, b: m(b), "
+        '{"mask": torch.ones(6, 6), "positions": torch.ones(1, 6), "x": torch.ones(4, 6), "y": torch.ones(4, 6)}\n'
+    )
+    made = zoo.load(f"{path}:make").example(8)
+    assert {n: len(x) for n, x in made.items()} == {"mask": 6, "positions": 1, "x": 8, "y": 8}

@@ -27,6 +27,7 @@ from weft.cost.simulate import predict
 from weft.cost.timeline import Seen
 from weft.cost.work import of_node
 from weft.frontend.capture import Captured
+from weft.frontend.capture.batches import samples_in
 from weft.ops.registry import nbytes
 from weft.passes import HOST, Draft
 from weft.plan.pins import Pin, resolve
@@ -138,7 +139,7 @@ def words(captured: Captured, world: int, rows: int = 0, sends: bool = False) ->
     """Every plan by name for so many processes; cp and ep where the step has sequences and experts to shard, `sends` tokens alone to the experts they
     picked, or not."""
     batch = [n for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim]
-    rows = rows or min((n.shape[0] for n in batch), default=1)
+    rows = rows or samples_in(n.shape for n in batch) or 1
     length = min((n.shape[1] for n in batch if n.ndim > 1), default=1)
     stacked = any(n.ndim > 2 for n in captured.program.inputs_for(Role.PARAMETER).values())
     for dp in divisors(world):

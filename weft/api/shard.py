@@ -40,7 +40,7 @@ from weft.core.node import Type, toposort
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured, capture
-from weft.frontend.capture.batches import leaves, named_batch
+from weft.frontend.capture.batches import leaves, named_batch, samples_in
 from weft.frontend.capture.guards import Reads
 from weft.frontend.capture.model import called, capture_step, capture_unchanged, require_torchs, uncompiled
 from weft.frontend.capture.places import TABLES, Change, unchanged
@@ -205,7 +205,7 @@ class Sharded:
         pins = resolve(map(parse_pin, self.plan.pins), shapes, self.plan.mesh.sizes)
         layouts, options = input_layouts(captured.program, sharded, {}, pins)
         layouts |= self._planned(captured.program)
-        rows = next((n.shape[0] for n in captured.program.inputs_for(Role.BATCH).values() if n.ndim), 0)
+        rows = samples_in(n.shape for n in captured.program.inputs_for(Role.BATCH).values())
         wanted = {n: self._redistributed(captured.program, n, layouts, rows) for n in captured.program.output_names if n.startswith("out")}
         return place(captured.program, self.plan.mesh, layouts, options, outputs=wanted)
 
@@ -428,7 +428,7 @@ class _ShardedFunction(torch.autograd.Function):
         outs, kept = _run_forward(sharded, passes, before, written)
         read = sharded.compiled(passes.backward).program.input_names if passes.backward is not None else {}
         stored = {n: x for n, x in {**before, **kept}.items() if n in read}
-        ctx.names = tuple(stored)
+        ctx.stored = tuple(stored)
         ctx.save_for_backward(*stored.values())
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return outs
@@ -443,7 +443,7 @@ class _ShardedFunction(torch.autograd.Function):
                 try_="model.train(), with the parts that shall stay in evaluation mode, such as norms, put there before weft.shard",
             )  # fmt: skip
         run = sharded.compiled(passes.backward)
-        inputs = {**dict(zip(ctx.names, map(_local, ctx.saved_tensors), strict=True)), **_gradients(run, passes, cts)}
+        inputs = {**dict(zip(ctx.stored, map(_local, ctx.saved_tensors), strict=True)), **_gradients(run, passes, cts)}
         with torch.no_grad():
             out = run({n: inputs[n] for n in run.program.input_names})
         given = {name.replace(OUT, CTS, 1) for name, ct in zip(passes.outs, cts, strict=True) if ct is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +33,7 @@ from weft.core.node import Type
 from weft.core.program import Program
 from weft.core.role import Role
 from weft.frontend.capture import Captured
-from weft.frontend.capture.batches import named_batch
+from weft.frontend.capture.batches import named_batch, samples_in
 from weft.frontend.capture.optimizer_settings import COUNT, settings_home
 from weft.frontend.capture.optimizers import Update, note_updates, of_shapes, put_state
 from weft.frontend.capture.restored import as_before
@@ -202,7 +201,7 @@ class Step(StepState):
             size, mine = self.micro_batches.samples, torch.arange
         else:
             types = [t for t in self._batch_types.values() if t.shape]
-            ((size, _),) = Counter(t.shape[0] for t in types).most_common(1)  # others may be a mask or positions, the same for all samples
+            size = samples_in(t.shape for t in types)
             mine = functools.partial(rows_of, next(t for t in types if t.shape[0] == size), self.compiled.coords)
         work = work_of(self.traced, documents, samples) if documents is not None else None
         return Rows(samples, size, mine, shuffle=shuffle, seed=seed, start=self.steps, drop_last=drop_last, work=work)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import CaptureError, UnknownName, WeftError, reason
-from weft.frontend.capture.batches import changed, named_batch
+from weft.frontend.capture.batches import changed, named_batch, samples_in
 from weft.frontend.catalog import Batch, Field, Workload, get, ids, reals
 
 
@@ -136,12 +136,12 @@ def batch_fields(batch: Mapping[str, Tensor], where: str) -> tuple[Callable[[int
 
 
 def _samples(batch: Mapping[str, Tensor], where: str) -> int:
-    """How many samples an example batch has: the first dim of its first tensor that has any."""
-    sizes = [len(x) for x in batch.values() if x.ndim]
-    if not sizes:
+    """How many samples an example batch has."""
+    size = samples_in(x.shape for x in batch.values())
+    if not size:
         needed = 'a tensor with samples first, or several in a dict, such as {"x": torch.randn(32, 64)}'
         raise CaptureError(f"the batch of {where} has no samples", needed=needed, found=", ".join(batch) or "no tensor")
-    return sizes[0]
+    return size
 
 
 def import_file(path: Path) -> Any:

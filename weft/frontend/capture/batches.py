@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def values(value: Any, objects: bool = True, around: tuple[int, ...] = ()) -> It
 def named_batch(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by the names their inputs have."""
     return tensors(_root(batch), batch)
+
+
+def samples_in(shapes: Iterable[Sequence[int]]) -> int:
+    """How many samples a batch of such tensors has: what most of them begin with, since others may be a mask or positions that all samples share."""
+    return next((size for size, _ in Counter(shape[0] for shape in shapes if shape).most_common(1)), 0)
 
 
 def changed(batch: Any, leaf: Callable[[str, Any], Any]) -> Any:
