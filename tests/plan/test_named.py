@@ -9,9 +9,14 @@ from torch import Tensor, nn
 
 import weft
 from weft import S
+from weft.core.layout import Mesh
 from weft.core.node import Node
 from weft.core.program import Program
 from weft.frontend.capture import capture
+from weft.frontend.trace import f64, trace
+from weft.ops.fill import full
+from weft.ops.reduce import sum_
+from weft.ops.shape import item, optimization_barrier
 from weft.plan.named import input_layouts, stacked, tensor_shards
 from weft.plan.place import place
 from weft.plan.spec import Spec
@@ -83,3 +88,39 @@ def test_so_are_experts() -> None:
     program = capture(model, x, lambda m, x: (x @ m["up"]).square().mean(), precision=torch.bfloat16).program
     weight = program.input_names["param.up"]
     assert stacked(program, weight, 2) and program.users[weight] and all(u.op.is_cast for u in program.users[weight])
+
+
+class Gated(nn.Module):
+    """A projection that is summed along tp, a gate that reads it flat, and a sum that reads it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x))
+        gate = self.gate(y.view(-1, WIDTH)).square().sum(-1)
+        return y + gate.view(*x.shape[:-1], 1)
+
+
+def test_a_sum_that_is_read_in_two_shapes_is_done_once() -> None:
+    named, x = Spec(tp=2), torch.randn(2, 6, WIDTH)
+    program = capture(Gated(), x, loss).program
+    placed = place(program, named.mesh, *input_layouts(program, named, {}))
+    assert [n.shape for n in placed.find_all("all_reduce")] == [(2, 6, WIDTH)]
+
+
+def test_what_waits_for_a_sum_does_not_read_it() -> None:
+    """A barrier leaves sums where they are done without it."""
+
+    def sums(waits: bool) -> list[tuple[int, ...]]:
+        def f(x: Node, w: Node) -> Node:
+            y, scale = x @ w, full((), 2.0, x.mesh, x.dtype)
+            scale = item(optimization_barrier(scale, y), index=0) if waits else scale
+            return sum_(y * 3.0, dims=0) * scale
+
+        program = trace(f, Mesh(tp=1), x=f64(6, WIDTH), w=f64(WIDTH, 4))
+        placed = place(program, Mesh(tp=2), {"x": {"tp": S(1)}, "w": {"tp": S(0)}})
+        return [n.shape for n in placed.find_all("all_reduce")]
+
+    assert sums(waits=True) == sums(waits=False) == [(4,)]

@@ -23,6 +23,7 @@ from weft.core.role import Role
 from weft.ops.comm import reshard
 from weft.ops.fill import is_sharded
 from weft.ops.registry import ONE, Equation, Kind, arg_sets, nbytes
+from weft.ops.shape import optimization_barrier
 from weft.ops.source import input_in_layout
 from weft.plan.roles import Roles
 
@@ -213,7 +214,7 @@ class _Placer:
         if any(a.op.kind is Kind.SOURCE and not a.op.is_input and a.ndim for a in node.args):
             return None
         of_state = tuple(a in self.alone or a.role is Role.PARAMETER for a in node.args)
-        shared = tuple(len(self.program.users[a]) > 1 for a in node.args)
+        shared = tuple(self._readers(a) > 1 for a in node.args)
         return self.options, self._inner, node.op, node.attrs, tuple(a.types for a in args), of_state, shared
 
     def _resharded(self, axis: str, node: Node, args: Sequence[Node], attrs: dict[str, Any]) -> Node | None:
@@ -253,12 +254,24 @@ class _Placer:
         yield [Layout.of(self.mesh, a.shape) for a in args]
 
     def _gathered_one_by_one(self, node: Node, args: Sequence[Node]) -> Iterable[list[Layout]]:
-        """As they are, then with shards taken away from the innermost axis on. A sum still due is done before it grows."""
-        layouts = [_summed(a.layout) if math.prod(node.types[0].shape) > math.prod(a.shape) else a.layout for a in args]
+        """As they are, then with shards taken away from the innermost axis on. A sum still due is done before it grows, and where others wait for it."""
+        grows = [math.prod(node.types[0].shape) > math.prod(a.shape) for a in args]
+        awaited = [not node.op.is_tuple and self._awaited(a, n) for a, n in zip(args, node.args, strict=True)]
+        layouts = [_summed(a.layout) if larger or wait else a.layout for a, larger, wait in zip(args, grows, awaited, strict=True)]
         yield layouts
         for axis in reversed(self.mesh.axes):
             layouts = [lay.gather(axis) if lay.where_sharded(axis) is not None else lay for lay in layouts]
             yield layouts
+
+    def _awaited(self, value: Node, node: Node) -> bool:
+        """Whether several ops wait for a sum of activations, which none of them leaves sharded."""
+        return self._readers(node) > 1 and bool(_partial_axes(value)) and _partial_axes(value) <= self.inner - self.options.scatter
+
+    def _readers(self, node: Node) -> int:
+        """How many ops compute with a value: a barrier waits for it, or passes it on."""
+        users = self.program.users[node]
+        passed = [i for u in users if u.op is optimization_barrier for i in self.program.users[u] if u.args[i.attr("index")] is node]
+        return sum(u.op is not optimization_barrier for u in users) + sum(map(self._readers, passed))
 
     def _ways(self, axis: str, node: Node, eq: Equation, args: Sequence[Node]) -> list[_AxisStrategy]:
         """Every way the axis may hold the operands, cheapest first."""
@@ -304,7 +317,7 @@ class _Placer:
 
     def _due(self, axis: str, node: Node, pending: Iterable[int], args: Sequence[Node]) -> float:
         """What it costs to let sums of activations pass that other readers wait for as well: each would reduce them for itself."""
-        shared = [args[k] for k in pending if axis in self.inner and len(self.program.users[node.args[k]]) > 1]
+        shared = [args[k] for k in pending if axis in self.inner and self._readers(node.args[k]) > 1]
         return sum(2 * _move(P(), R, nbytes(a.type), self.mesh.size(axis)) for a in shared)
 
     def _wanted(self, axis: str, node: Node, eq: Equation) -> list[str]:
