@@ -18,7 +18,7 @@ from weft.core.program import Program
 from weft.cost.memory import peak_bytes
 from weft.cost.simulate import predict
 from weft.frontend.capture import capture
-from weft.interp import run_global
+from weft.interp import run, run_global
 from weft.plan.setting import Setting
 from weft.plan.spec import Spec
 from weft.transform.stage_contents import stage_contents_of
@@ -57,6 +57,22 @@ def test_what_the_backward_pass_alone_reads_of_earlier_layers_comes_back_too() -
         return [step(x).item() for _ in range(2)]
 
     assert trained("recompute,offload") == trained("recompute")
+
+
+def test_sums_stay_where_they_are() -> None:
+    """Of experts under tp, whose gradients are linear in what a barrier waits for, rank by rank."""
+    w = zoo.small("mixtral-8x7b")
+    captured = capture(w.model, w.example(8), w.loss, torch.optim.AdamW(w.model.parameters(), lr=1e-2))
+
+    def outputs(words: str) -> dict[str, torch.Tensor]:
+        made = passes.run(passes.Draft(captured, Spec.parse(words))).program
+        assert made is not None
+        return run(made, captured.inputs(w.example(8)), tolerance=1e-4)
+
+    plain = outputs("tp2")
+    for words in ("tp2,offload", "tp2,recompute"):
+        found = outputs(words)
+        assert [name for name in plain if not torch.equal(plain[name], found[name])] == [], words
 
 
 def test_layers_are_run_each_in_its_way() -> None:
