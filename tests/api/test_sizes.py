@@ -18,6 +18,8 @@ from weft.api.ranges import Unexplained, explained
 
 SIZES = [(4, 6), (4, 9), (4, 7), (4, 11), (4, 5), (4, 20), (3, 6), (1, 9)]
 COMPILES = [False, True, True, False, False, True, True, True]
+NEAR = [(4, 12), (4, 9), (4, 14), (4, 8), (4, 15), (4, 10), (4, 13), (4, 9), (4, 16), (4, 8), (4, 30), (4, 4), (4, 21), (4, 5)]
+NEAR_COMPILES = [at in (1, 2, 4, 10, 11) for at in range(len(NEAR))]
 
 
 class Words(nn.Module):
@@ -40,6 +42,25 @@ class Large(Words):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(700, 8)
+
+
+class Near(Words):
+    """Has about as many rows as a batch has tokens: its table is updated by rows for short batches, as a whole for long ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 8)
+
+
+class Placed(Words):
+    """Takes no more than 23 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.randn(23, 11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.at[: x.shape[1]]
 
 
 class Odd(Words):
@@ -133,6 +154,44 @@ def test_every_plan_takes_other_sizes(plan: str, tmp_path: Path) -> None:
         assert step.check(batch(4, 13, 5)) < 1e-9
 
     on_ranks(2, job, tmp_path)
+
+
+def test_there_is_a_range_on_each_side_of_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """How a table of about as many rows as a batch has tokens is updated depends on the size: lengths of both sides come in turn."""
+    losses, parameters, counts, step = trained(Near, "dp1", monkeypatch, NEAR)
+    torch.testing.assert_close((losses, parameters), by_torch(made(Near), NEAR), rtol=1e-9, atol=1e-9)
+    assert [count > 0 for count in counts] == NEAR_COMPILES
+    told = capfd.readouterr().err
+    beyond = "; programs of sizes beyond differ in code of another form"
+    assert f"weft: compiled for batches of x [4, 8 to 14], y [4, 8 to 14]{beyond}" in told
+    assert f"compiled for batches of x [4, 15 to 16], y [4, 15 to 16]; x [4, 15], y [4, 15] is outside x [4, 8 to 14], y [4, 8 to 14]{beyond}" in told
+    assert step.shapes == "x [4, 15 to 32], y [4, 15 to 32]; x [4, 4 to 14], y [4, 4 to 14]"
+    for length, by_rows in ((11, True), (23, False), (6, True), (29, False)):
+        step(batch(4, length, 5))
+        assert ("by_rows.update_(" in step.compiled.code.text) == by_rows
+        assert step.check(batch(4, length, 5)) < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2,zero3"])
+def test_ranks_have_a_range_on_each_side_of_a_choice(plan: str, tmp_path: Path) -> None:
+    want = by_torch(made(Near), NEAR)
+
+    def job(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            losses, parameters, counts, _ = trained(Near, plan, patch, NEAR)
+        torch.testing.assert_close((losses, parameters), want, rtol=1e-9, atol=1e-9)
+        assert [count > 0 for count in counts] == NEAR_COMPILES
+
+    on_ranks(2, job, tmp_path)
+
+
+def test_a_range_ends_where_the_model_takes_no_longer_batches(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = [(4, 14), (4, 18), (4, 22), (4, 20), (4, 15), (4, 9)]
+    losses, parameters, counts, step = trained(Placed, "dp1", monkeypatch, sizes)
+    torch.testing.assert_close((losses, parameters), by_torch(made(Placed), sizes), rtol=1e-9, atol=1e-9)
+    assert [count > 0 for count in counts] == [False, True, True, False, False, False]
+    assert step.shapes == "x [4, 8 to 22], y [4, 8 to 22]"
+    assert "compiled for batches of x [4, 8 to 22], y [4, 8 to 22]; programs of sizes beyond differ in what sizes they take (" in capfd.readouterr().err
 
 
 def test_a_model_that_asks_for_its_sizes_is_traced_by_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """One compilation for many sizes of a batch: programs of a few sizes that differ in numbers alone, each number a function of the sizes.
 
 A size between theirs is traced. Where its trace is what the numbers predict, it runs by the code at hand: nothing is planned, proved or compiled.
+Where sizes decide on the form of the code (a table is updated by rows, or as a whole), there is a range on each side of the choice.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -67,6 +70,11 @@ def resized(shapes: Shapes, dims: Sequence[Sequence[Place]], sizes: Sizes) -> di
     """The shapes with other sizes of the dims that change."""
     of = {place: size for places, size in zip(dims, sizes, strict=True) for place in places}
     return {n: tuple(of.get((n, d), size) for d, size in enumerate(shape)) for n, shape in shapes.items()}
+
+
+def alike(a: Shapes, b: Shapes, dims: Sequence[Sequence[Place]]) -> bool:
+    """Whether `b` has the tensors of `a`, and in other dims than these the same sizes."""
+    return a.keys() <= b.keys() and resized(a, dims, sizes_of(b, dims)) == {n: b[n] for n in a}
 
 
 def sizes_of(shapes: Shapes, dims: Sequence[Sequence[Place]]) -> Sizes:
@@ -198,6 +206,7 @@ def _common(sizes: Sequence[Sizes], texts: Sequence[str]) -> tuple[str, list[Rul
 
 def _sharded_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Iterator[Callable[[Sizes], Layout]]:
     """Every layout that changes and is sharded over ranks, evenly in all the programs."""
+    _require_as_many(programs)
     seen = set()
     for nodes in zip(*(p.nodes for p in programs), strict=True):
         for types in zip(*(n.types for n in nodes), strict=True):
@@ -207,6 +216,11 @@ def _sharded_layouts(sizes: Sequence[Sizes], programs: Sequence[Program]) -> Ite
                 if not all(x.is_even for x in layouts):
                     raise Unexplained("sizes that ranks do not divide")
                 yield explained(sizes, layouts)
+
+
+def _require_as_many(programs: Sequence[Program]) -> None:
+    if len({len(p.nodes) for p in programs}) > 1:
+        raise Unexplained("how many nodes they have")
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------------------------
@@ -239,8 +253,15 @@ class Range:
 
     def is_like(self, shapes: Shapes) -> bool:
         """Whether shapes differ from its own in the dims that change alone."""
-        own = self.forms[0].shapes
-        return own.keys() <= shapes.keys() and resized(own, self.dims, sizes_of(shapes, self.dims)) == {n: shapes[n] for n in own}
+        return alike(self.forms[0].shapes, shapes, self.dims)
+
+    def why_none(self) -> str:
+        """What its programs differ in beside numbers of the sizes; nothing where they do not."""
+        try:
+            assert self.parts and self.traced
+        except Unexplained as e:
+            return str(e)
+        return ""
 
     # -- what is run
 
@@ -296,6 +317,7 @@ class Range:
     @cached_property
     def traced(self) -> list[Rule]:
         """The numbers of every node of the trace."""
+        _require_as_many([f.program for f in self.forms])
         known: dict[Any, Rule] = {}
         out = []
         for nodes in zip(*(f.program.nodes for f in self.forms), strict=True):
@@ -311,7 +333,7 @@ class Ranges:
 
     def __init__(self, of: Variants) -> None:
         self.of, self.found = of, list[Range]()
-        self.narrow: set[Any] = set()  # dims whose sizes need a program each
+        self.failed: Counter[Any] = Counter()  # how often no range was found of some dims
 
     def compiled_for(self) -> str:
         """The batches that need no compilation, in words."""
@@ -331,22 +353,22 @@ class Ranges:
         self.found = [r for r in self.found if r.forms[0].given == self.of.given]
         if any(r.has(shapes) for r in self.found):
             return
-        before = next((r for r in self.found if r.is_like(shapes)), None)
-        dims, forms = (before.dims, before.forms) if before is not None else self._like(shapes)
+        near = [r for r in self.found if r.is_like(shapes)]
+        dims, forms = (near[0].dims, near[0].forms) if near else self._like(shapes)
         key = dims, tuple(shape for shape in resized(shapes, dims, (0,) * len(dims)).values())
-        if not forms or key in self.narrow or min(sizes_of(shapes, dims)) < 2:
+        if not forms or self.failed[key] * len(dims) > 1 or min(sizes_of(shapes, dims)) < 2:
             self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): another program is compiled for it", once="shape")
             return
         with self.of.rank_sync.telling():
-            made = self._range(step, batch, shapes, dims, forms)
-        odd = next((words for words in self.of.rank_sync.answers(made if isinstance(made, str) else "", "sizes of a batch") if words), "")
-        if isinstance(made, str) or odd:
-            self.narrow.add(key)
+            made, odd = self._range(dims, forms, shapes, lambda at: self._sample(step, batch, resized(shapes, dims, at)))
+        if made is None:
+            self.failed[key] += not near
             self.of.tell(f"a batch of another shape ({_describe_shapes(shapes, step)}): each is compiled by itself, since programs differ in {odd}", once=odd)
             return
-        outside = f"; {_describe_shapes(shapes, step)} is outside {before}" if before is not None else ""
-        self.found = [*(r for r in self.found[-MOST:] if r is not before), made]
-        self.of.tell(f"compiled for batches of {made}{outside}", once="")
+        outside = f"; {_describe_shapes(shapes, step)} is outside {' and '.join(map(str, near))}" if near else ""
+        beyond = f"; programs of sizes beyond differ in {odd}" if odd else ""
+        self.found = [*(r for r in self.found[-MOST:] if not (r.dims == dims and r.is_like(shapes) and set(r.sizes) <= set(made.sizes))), made]
+        self.of.tell(f"compiled for batches of {made}{outside}{beyond}", once="")
 
     def _like(self, shapes: dict[str, Shape]) -> tuple[Any, list[Form]]:
         """Programs of batches that differ from this in the same few dims, of three sizes at least with its own."""
@@ -359,38 +381,77 @@ class Ranges:
         found = [(dims, groups[dims]) for dims, at in came.items() if all(len(set(of) - {0, 1}) > 2 for of in zip(*at, strict=True))]
         return min(found, key=lambda x: len(x[0]), default=((), []))
 
-    def _range(self, step: Step, batch: Any, shapes: dict[str, Shape], dims: Any, forms: list[Form]) -> Range | str:
-        """The range around sizes of some programs and the one that came, or why there is none."""
-        came = [*(sizes_of(f.shapes, dims) for f in forms), sizes_of(shapes, dims)]
-        seen = [at for at in came if min(at) > 1]
-        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*seen, strict=True)]
-        have = {sizes_of(f.shapes, dims) for f in forms}
-        corners = [at for at in itertools.product(*ends) if at not in have]
-        made = [f for f in forms if sizes_of(f.shapes, dims) in seen]
-        try:
-            made += [self._sample(step, batch, resized(shapes, dims, at)) for at in corners]
-            made += [self._sample(step, batch, shapes)] if len(made) < 3 else []
-            range_ = Range(dims, made)
-            assert range_.parts and range_.traced
-        except Unexplained as e:
-            return str(e)
-        self.of.kept = [*(f for f in made if f not in self.of.kept), *self.of.kept]
-        return range_
+    def _range(self, dims: Any, forms: list[Form], shapes: Shapes, sample: Callable[[Sizes], Form | str]) -> tuple[Range | None, str]:
+        """The range around sizes of some programs and the one that came; else, of one dim, that of programs of its form. What others differ in."""
+        at = sizes_of(shapes, dims)
+        came = [size for size in (*(sizes_of(f.shapes, dims) for f in forms), at) if min(size) > 1]
+        ends = [{1 << (min(of).bit_length() - 1), 1 << (max(of) - 1).bit_length()} for of in zip(*came, strict=True)]
+        known = self._known(dims, forms, shapes)
+        made = {size: known[size] for size in came if size in known}
+        made |= {size: known[size] if size in known else sample(size) for size in itertools.product(*ends)}
+        made |= {at: sample(at)} if len(made) < 3 else {}
+        odd = self._agreed(_odd(dims, *made.values()))
+        if odd and len(dims) > 1:
+            return None, odd
+        if odd:
+            side = self._side(dims, known | made, at, sample)
+            none = self._agreed(side if isinstance(side, str) else side.why_none())
+            return (None, none) if none or isinstance(side, str) else (side, odd)
+        return Range(dims, [f for f in made.values() if not isinstance(f, str)]), ""
 
-    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form:
-        """A program for batches of other sizes than this one, of which no batch has come."""
+    def _known(self, dims: Any, forms: list[Form], shapes: Shapes) -> dict[Sizes, Form | str]:
+        """The programs there are for batches that differ in these dims alone."""
+        own = forms[0].shapes.keys()
+        kept = [f for f in self.of.kept if f.given == self.of.given and not f.ranged and f.shapes.keys() == own and alike(f.shapes, shapes, dims)]
+        found = {sizes_of(f.shapes, dims): f for f in (*kept, *(f for r in self.found if r.dims == dims and r.is_like(shapes) for f in r.forms), *forms)}
+        return {size: f for size, f in found.items() if min(size) > 1}
+
+    def _side(self, dims: Any, made: dict[Sizes, Form | str], at: Sizes, sample: Callable[[Sizes], Form | str]) -> Range | str:
+        """The range around a size of one dim in which every program is of its form; what others differ in where there is none."""
+        made = made if at in made else {at: sample(at), **made}
+        odd = {at: ""}  # from the program of this size
+        while True:
+            new = [size for size in made if size not in odd]
+            found = zip(*self.of.rank_sync.answers([_odd(dims, made[at], made[size]) for size in new], "the form of programs"), strict=True)
+            odd |= {size: next(filter(None, words), "") for size, words in zip(new, found, strict=True)}
+            others = [size for size in odd if odd[size]]
+            below, above = max((x for x in others if x < at), default=(0,)), min((x for x in others if x > at), default=(math.inf,))
+            inside = [size for size in made if below < size < above]
+            middle = ((min(inside)[0] + max(inside)[0]) // 2,)
+            if len(inside) == 1:
+                return next(filter(None, odd.values()), "more than numbers")
+            if len(inside) > 2 or middle in made:
+                return Range(dims, [made[size] for size in inside])  # type: ignore[misc]
+            made[middle] = sample(middle)
+
+    def _agreed(self, words: str) -> str:
+        """Why any rank has no range."""
+        return next(filter(None, self.of.rank_sync.answers(words, "sizes of a batch")), "")
+
+    def _sample(self, step: Step, batch: Any, shapes: dict[str, Shape]) -> Form | str:
+        """A program compiled for batches of other sizes than this one, of which none may have come; or why there is none."""
         example = of_shapes(batch, shapes)
         reads = self.of.reads(example=example)
+        self.of.exact = True
         try:
             made: Form = self.of.made(step, batch, example, reads)
         except RuntimeFault:
             raise
         except Exception as e:  # the model takes no such sizes
-            raise Unexplained(f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]) from e
+            return f"what sizes they take ({type(e).__name__}: {e})".splitlines()[0]
         finally:
+            self.of.exact = False
             reads.undo()
+        if all(f is not made for f in self.of.kept):
+            self.of.kept = [made, *self.of.kept]
         made.attributes["_state"] = {n: x for n, x in made.attributes["_state"].items() if n in made.attributes["captured"].constants}
         return made
+
+
+def _odd(dims: Any, *forms: Form | str) -> str:
+    """What some programs differ in beside numbers, or why there is none of a size."""
+    missing = next((f for f in forms if isinstance(f, str)), "")
+    return missing or Range(dims, list(forms)).why_none()  # type: ignore[arg-type]
 
 
 def of_shapes(batch: Any, shapes: Shapes) -> Any:
