@@ -45,7 +45,7 @@ class Large(Words):
 
 
 class Near(Words):
-    """Has about as many rows as a batch has tokens: its table is updated by rows for short batches, as a whole for long ones."""
+    """Has about as many rows as a batch has tokens: its table is updated by rows for short batches, all of it for long ones."""
 
     def __init__(self) -> None:
         super().__init__()

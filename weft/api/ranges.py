@@ -1,7 +1,7 @@
 """One compilation for many sizes of a batch: programs of a few sizes that differ in numbers alone, each number a function of the sizes.
 
 A size between theirs is traced. Where its trace is what the numbers predict, it runs by the code at hand: nothing is planned, proved or compiled.
-Where sizes decide on the form of the code (a table is updated by rows, or as a whole), there is a range on each side of the choice.
+Where sizes decide on the form of the code (a table is updated by rows, or all of it), there is a range on each side of the choice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def resized(shapes: Shapes, dims: Sequence[Sequence[Place]], sizes: Sizes) -> di
     return {n: tuple(of.get((n, d), size) for d, size in enumerate(shape)) for n, shape in shapes.items()}
 
 
-def alike(a: Shapes, b: Shapes, dims: Sequence[Sequence[Place]]) -> bool:
+def same_outside(a: Shapes, b: Shapes, dims: Sequence[Sequence[Place]]) -> bool:
     """Whether `b` has the tensors of `a`, and in other dims than these the same sizes."""
     return a.keys() <= b.keys() and resized(a, dims, sizes_of(b, dims)) == {n: b[n] for n in a}
 
@@ -253,10 +253,10 @@ class Range:
 
     def is_like(self, shapes: Shapes) -> bool:
         """Whether shapes differ from its own in the dims that change alone."""
-        return alike(self.forms[0].shapes, shapes, self.dims)
+        return same_outside(self.forms[0].shapes, shapes, self.dims)
 
     def why_none(self) -> str:
-        """What its programs differ in beside numbers of the sizes; nothing where they do not."""
+        """What its programs differ in, other than numbers that follow from the sizes; empty where in nothing else."""
         try:
             assert self.parts and self.traced
         except Unexplained as e:
@@ -402,7 +402,7 @@ class Ranges:
     def _known(self, dims: Any, forms: list[Form], shapes: Shapes) -> dict[Sizes, Form | str]:
         """The programs there are for batches that differ in these dims alone."""
         own = forms[0].shapes.keys()
-        kept = [f for f in self.of.kept if f.given == self.of.given and not f.ranged and f.shapes.keys() == own and alike(f.shapes, shapes, dims)]
+        kept = [f for f in self.of.kept if f.given == self.of.given and not f.ranged and f.shapes.keys() == own and same_outside(f.shapes, shapes, dims)]
         found = {sizes_of(f.shapes, dims): f for f in (*kept, *(f for r in self.found if r.dims == dims and r.is_like(shapes) for f in r.forms), *forms)}
         return {size: f for size, f in found.items() if min(size) > 1}
 
@@ -449,7 +449,7 @@ class Ranges:
 
 
 def _odd(dims: Any, *forms: Form | str) -> str:
-    """What some programs differ in beside numbers, or why there is none of a size."""
+    """What some programs differ in other than numbers, or why a size has none."""
     missing = next((f for f in forms if isinstance(f, str)), "")
     return missing or Range(dims, list(forms)).why_none()  # type: ignore[arg-type]
 
