@@ -261,7 +261,7 @@ def _async_tp(d: Draft) -> Draft:
 
 
 def _gather_for_backward(d: Draft) -> Draft:
-    return _with(d, lambda p: gather_for_backward(p, "dp")) if d.spec.most_zero == 3 and d.spec.dp > 1 else d
+    return _with(d, lambda p: gather_for_backward(p, d.spec.copies)) if d.spec.most_zero == 3 else d
 
 
 def _fused_update(d: Draft) -> Draft:

@@ -44,8 +44,11 @@ def weft_losses(name: str, plan: str, batch: int = 8) -> list[float]:
 
 
 PLANS = {  # by number of processes; `weft bench losses` tries every plan on every model for fifty steps
-    "gpt2": {2: ["dp2", "dp2,zero1", "dp2,zero3", "tp2", "tp2,sp", "cp2,ring"], 4: ["dp2,tp2,zero1", "dp4,zero2", "dp2,cp2,zero3", "dp2,tp2,sp"]},
-    "llama3-8b": {2: ["dp2,zero1", "tp2,sp", "cp2,a2a"], 4: ["dp2,tp2,zero3"]},
+    "gpt2": {
+        2: ["dp2", "dp2,zero1", "dp2,zero3", "tp2", "tp2,sp", "cp2,ring", "cp2,ring,zero1"],
+        4: ["dp2,tp2,zero1", "dp4,zero2", "dp2,cp2,zero3", "dp2,cp2,ring,zero1", "dp2,tp2,sp"],
+    },
+    "llama3-8b": {2: ["dp2,zero1", "tp2,sp", "cp2,a2a", "cp2,a2a,zero3"], 4: ["dp2,tp2,zero3", "dp2,cp2,a2a,zero3"]},
     "bert-large": {2: ["dp2,zero3", "tp2", "cp2,a2a"], 4: ["dp2,tp2,zero1"]},
     "vit": {2: ["dp2,zero1", "tp2,sp"], 4: ["dp2,tp2,zero3"]},
     "mixtral-8x7b": {2: ["ep2", "tp2", "cp2,ring"], 4: ["dp2,ep2,zero1"]},
@@ -99,6 +102,39 @@ def test_dropout_is_that_of_one_process(tmp_path: Path) -> None:
             torch.testing.assert_close(losses(plan), want, rtol=1e-8, atol=1e-8, msg=lambda m, plan=plan: f"{plan}: {m}")
 
     on_ranks(2, job, tmp_path)
+
+
+def test_zero_along_cp_with_parameters_of_uneven_sizes(tmp_path: Path) -> None:
+    """Dims that four or two ranks cannot share in equal parts, or share at all."""
+
+    def losses(plan: str) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.GELU(), torch.nn.Linear(9, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+        opt, batches = torch.optim.AdamW(model.parameters(), lr=1e-2), [torch.rand(4, 8, 6, dtype=torch.float64) for _ in range(STEPS)]
+        if not plan:
+            return [_stepped(model, opt, x) for x in batches]
+        step = parallelize(model, lambda m, x: m(x).square().mean(), opt, batches[0], plan=plan)
+        return [step(x).item() for x in batches]
+
+    want = losses("")
+    for world, plans in {2: ("cp2,zero1", "cp2,zero3"), 4: ("dp2,cp2,zero1", "dp2,cp2,zero3", "cp4,zero2", "cp2,tp2,zero3")}.items():
+
+        def job(rank: int, plans: tuple[str, ...] = plans) -> None:
+            for plan in plans:
+                torch.testing.assert_close(losses(plan), want, rtol=1e-10, atol=1e-12, msg=lambda m, plan=plan: f"{plan}: {m}")
+
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        on_ranks(world, job, folder)
+
+
+def _stepped(model: torch.nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    """The loss of one step of torch by itself."""
+    opt.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    return loss.item()
 
 
 def test_one_process_needs_no_launcher() -> None:

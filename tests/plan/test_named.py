@@ -124,3 +124,29 @@ def test_what_waits_for_a_sum_does_not_read_it() -> None:
         return [n.shape for n in placed.find_all("all_reduce")]
 
     assert sums(waits=True) == sums(waits=False) == [(4,)]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_shards_along_dp_and_cp_and_dp_exchanges_shards_of_cp(zero: int) -> None:
+    """Every rank keeps a quarter of the state; what goes between the outer ranks is a half, the shard of the inner ones."""
+    model, x = Attention("view"), torch.randn(4, 6, WIDTH)
+    captured = capture(model, x, loss, torch.optim.AdamW(model.parameters()))
+    named = Spec(dp=2, cp=2, zero=zero)
+    placed = place(captured.program, named.mesh, *input_layouts(captured.program, named, captured.states))
+    kept = [*captured.states, *(parameters(placed) if zero == 3 else ())]
+    for node in (n for n in map(placed.input_names.__getitem__, kept) if n.ndim):
+        assert node.layout.local_shape({"dp": 1, "cp": 1})[0] == node.shape[0] // 4
+    along = [n for n in placed.nodes if n.attr("axis") == "dp" and n.ndim]
+    sums, gathers = ([n for n in along if n.op.name == name] for name in ("reduce_scatter", "all_gather"))
+    assert len(sums) >= 4 <= len(gathers)
+    assert all(n.args[0].layout.where_sharded("cp") is not None for n in sums)
+    assert all(n.layout.where_sharded("cp") is not None for n in gathers)
+
+
+def test_zero_shards_along_one_of_dp_and_cp_what_is_too_short_for_both() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), torch.randn(4, 6, 2)
+    captured = capture(model, x, loss, torch.optim.AdamW(model.parameters()))
+    named = Spec(dp=2, cp=2, zero=1)
+    layouts, _ = input_layouts(captured.program, named, captured.states)
+    found = {of: dict(layouts[state]) for state, of in captured.states.items() if captured.program.input_names[state].ndim}
+    assert found == {of: {"dp": S(0)} for of in found}

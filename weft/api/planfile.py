@@ -109,7 +109,7 @@ class Followed:
             raise PlanError(
                 f"{self.path} fixes the layout of every tensor", needed="no pins next to it", found=", ".join(map(str, pins)), try_="leave out pins="
             )
-        found = with_same_layouts(self.program, captured.program, PlacingOptions(gather=frozenset({"dp"} if self.spec.most_zero == 3 else ())))
+        found = with_same_layouts(self.program, captured.program, PlacingOptions(gather=frozenset(self.spec.copies if self.spec.most_zero == 3 else ())))
         same = bool(found.alone) and _is_same(captured.program, self.program)
         if found.lost and not same:
             raise self._refused(f"{self.path} is for another step", f"the plan's {_describe_nodes(found.lost)}", "none that could be laid out so")

@@ -179,18 +179,30 @@ def all_reduce_partials(x: Any) -> Any:
 
 
 def reshard(x: Any, target: Layout) -> Any:
-    """The value brought to another layout: inner shardings undone first, then outer shardings made first."""
+    """The value brought to another layout: inner shardings undone first, then outer shardings made first.
+
+    Where all axes that change shard atoms of their own in one dim, the outer one moves the least: it is gathered first, or its sum scattered last."""
     if x.layout == target:
         return x
     if x.shape != target.shape:
         raise TypeMismatch("a layout of another shape", needed=str(list(x.shape)), found=str(list(target.shape)), where=user_line())
-    for axis in reversed(target.mesh.axes):
+    outer = target.mesh.axes
+    changed = [a for a in outer if x.layout.placement(a) != target.placement(a)]
+    gathers = _side_by_side(x.layout, changed) and all(target.placement(a) == R for a in changed)
+    scatters = _side_by_side(target, changed) and all(isinstance(x.layout.placement(a), P) for a in changed)
+    for axis in outer if gathers else outer[::-1]:
         x = _undo(x, axis, target)
-    for axis in target.mesh.axes:
+    for axis in outer[::-1] if scatters else outer:
         x = _redo(x, axis, target.placement(axis))
     if x.layout != target:
         raise TypeMismatch("no way to this layout is known", needed=str(target), found=str(x.layout), where=user_line())
     return x
+
+
+def _side_by_side(layout: Layout, axes: Sequence[str]) -> bool:
+    """Whether several axes shard one dim, none nested in another."""
+    at = [layout.where_sharded(a) for a in axes]
+    return len(at) > 1 and None not in at and len(set(at)) == len(at) and len({place[0] for place in at if place}) == 1
 
 
 def _undo(x: Any, axis: str, target: Layout) -> Any:

@@ -40,16 +40,20 @@ def input_layouts(
         placements[name] = {a: p for a, p in {**placements.get(name, {}), **places}.items() if p != R}
     for state, param in states.items():
         placements[state] = dict(as_state(program.input_names[state], program.input_names[param], placements.get(param, {})))
-    if named.most_zero and named.dp > 1:
+    if named.most_zero and named.copies:
         level = {name: named.zero_of(bare(name)) for name in weights}
         sharded = [*(s for s, param in states.items() if level.get(param, named.zero)), *(n for n, z in level.items() if z == 3)]
         owners = owned(program, states, named.dp)
         for name in sharded:
-            owner = {**placements.get(name, {}), "dp": O(owners[states[name]])} if states.get(name) in owners else None
-            placements[name] = owner or _also_sharded(program.input_names[name], placements.get(name, {}), named)
+            here, owner = placements.get(name, {}), owners.get(states.get(name, name))
+            if owner is None:
+                placements[name] = _also_sharded(program.input_names[name], here, named.copies)
+            elif named.dp > 1:  # what has one owner is left to dp alone
+                mine = {**here, "dp": O(owner)} if name in states else None
+                placements[name] = mine or _also_sharded(program.input_names[name], here, {"dp": named.dp})
     scatter = frozenset({"tp"}) if named.sp and named.tp > 1 else frozenset()
     turn = frozenset({"cp"}) if named.a2a and named.cp > 1 else frozenset()
-    gather = frozenset({"dp"}) if named.most_zero == 3 and named.dp > 1 else frozenset()
+    gather = frozenset(named.copies) if named.most_zero == 3 else frozenset[str]()
     return placements, PlacingOptions(scatter, turn=turn, gather=gather)  # type: ignore[return-value]
 
 
@@ -107,11 +111,20 @@ def stacked(program: Program, weight: Node, n: int) -> bool:
     return all((eq := equation_of(u)) is not None and eq.label(k, 0) in eq.outs[0] for u, k in reads)
 
 
-def _also_sharded(node: Node, places: Mapping[str, Placement], named: Spec) -> dict[str, Placement]:
-    """Sharded along dp too, on the first dim that is long enough and not sharded already; tensors without one stay as they are."""
+def _also_sharded(node: Node, places: Mapping[str, Placement], copies: Mapping[str, int]) -> dict[str, Placement]:
+    """Sharded along the axes of copies too, on the first dim that is long enough for all of them and not sharded already; where there is none, along
+    one of them. Tensors without such a dim stay as they are.
+
+    The inner axis takes its shards first, so that what the outer one moves between hosts is a shard of that; nested the other way where parts differ."""
     taken = {p.dim for p in places.values() if isinstance(p, S)}
-    dim = next((d for d, n in enumerate(node.shape) if n >= named.dp and d not in taken), None)
-    return {**places, "dp": S(dim)} if dim is not None else dict(places)
+    free = [(d, n) for d, n in enumerate(node.shape) if d not in taken]
+    for axes in (tuple(copies), *((a,) for a in copies)):
+        dim, n = next(((d, n) for d, n in free if n >= math.prod(copies[a] for a in axes)), (-1, 0))
+        if n:
+            inner = math.prod(copies[a] for a in axes[1:])
+            within = n // inner if len(axes) > 1 and n % inner == 0 else None
+            return {**places, axes[0]: S(dim, within), **{a: S(dim) for a in axes[1:]}}
+    return dict(places)
 
 
 # -- columns and rows ----------------------------------------------------------------------------------------------------------

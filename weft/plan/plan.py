@@ -307,7 +307,7 @@ def with_batch_shares(setting: Setting, shares: Sequence[Share]) -> Setting:
 def with_groups(setting: Setting, layouts: Mapping[str, Any]) -> Setting:
     """With the ZeRO of parameters that a placed program, where there is one, shards otherwise than most."""
     text = layouts.get("program")
-    levels = zero_levels(step_of(text)) if text and setting.replicas > 1 else {}
+    levels = zero_levels(step_of(text)) if text and setting.size("data") > 1 else {}
     return replace(setting, groups=tuple((bare(n), z) for n, z in levels.items() if z != setting.zero)) if text else setting
 
 
@@ -342,10 +342,9 @@ def _check_parts(where: str, plan: Plan) -> None:
 
 
 def zero_levels(program: Program) -> dict[str, int]:
-    """The ZeRO stage of every parameter of a placed step: 3 where it is sharded along dp, 1 where its optimizer state is."""
-    if "dp" not in program.mesh.sizes:
-        return {}
-    sharded = {n for n, x in program.input_names.items() if isinstance(x.layout.placement("dp"), S)}
+    """The ZeRO stage of every parameter of a placed step: 3 where it is sharded along dp or cp, 1 where its optimizer state is."""
+    axes = [a for a in ("dp", "cp") if a in program.mesh.sizes]
+    sharded = {n for n, x in program.input_names.items() if any(isinstance(x.layout.placement(a), S) for a in axes)}
     states = {n.partition(".")[2] for n in program.inputs_for(Role.STATE) if n in sharded}
     return {n: 3 if n in sharded else int(n.removeprefix("param.") in states) for n in program.inputs_for(Role.PARAMETER)}
 

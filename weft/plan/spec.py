@@ -152,6 +152,11 @@ class Spec:
         return Mesh(**{a: getattr(self, a) for a in AXES if getattr(self, a) > 1 or a == "dp"})
 
     @property
+    def copies(self) -> dict[str, int]:
+        """Axes whose ranks hold the same parameters, which ZeRO shards among all of them, the outermost first."""
+        return {a: n for a, n in (("dp", self.dp), ("cp", self.cp)) if n > 1}
+
+    @property
     def micro_batches(self) -> int:
         return self.micro or (2 * self.pp if self.pp > 1 else 1)
 

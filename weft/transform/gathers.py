@@ -6,7 +6,7 @@ is. That is one of the backward pass, a message's worth of gathers before the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.codegen.order import MESSAGE, is_wire
@@ -27,22 +27,22 @@ class _GatheredParameter:
     size: int
 
 
-def gather_for_backward(p: Program, axis: str) -> Program:
-    """The program with parameters that both passes read in full gathered along an axis for each of them. What the backward pass begins with is
+def gather_for_backward(p: Program, axes: Collection[str]) -> Program:
+    """The program with parameters that both passes read in full gathered along some axes for each of them. What the backward pass begins with is
     kept: it would be gathered again at once."""
     roles, number = Roles(p), {n: i for i, n in enumerate(p.nodes)}
-    every = (_gathered_parameter(p, roles, axis, source, number) for source in p.inputs_for(Role.PARAMETER).values())
+    every = (_gathered_parameter(p, roles, axes, source, number) for source in p.inputs_for(Role.PARAMETER).values())
     found = sorted((w for w in every if w is not None), key=lambda w: number[w.readers[0]])
     starts = _starts(found, number, roles.forward)
     return _remade(p, [(found[k], start) for k, start in starts.items()]) if starts else p
 
 
-def _gathered_parameter(p: Program, roles: Roles, axis: str, source: Node, number: Mapping[Node, int]) -> _GatheredParameter | None:
+def _gathered_parameter(p: Program, roles: Roles, axes: Collection[str], source: Node, number: Mapping[Node, int]) -> _GatheredParameter | None:
     """What is gathered of a parameter, where both passes read it."""
     alone, full = [source], dict[Node, None]()
     for n in alone:
         more = [u for u in p.users[n] if len(u.args) == len(u.types) == 1 and u not in roles.after]
-        full |= dict.fromkeys(u for u in more if n in full or u.op is all_gather and u.attr("axis") == axis and is_wire(u))
+        full |= dict.fromkeys(u for u in more if n in full or u.op is all_gather and u.attr("axis") in axes and is_wire(u))
         alone += more
     readers = {u for n in full for u in p.users[n] if u not in full and u not in roles.after}
     back = sorted(readers - roles.forward, key=number.__getitem__)

@@ -1,6 +1,7 @@
 """From one layout of a tensor to another: which collectives, how many bytes each, and what they cost.
 
-The route is the one `ops.comm.reshard` takes: shards undone from the innermost axis out, then made from the outermost in.
+The route is the one `ops.comm.reshard` takes: shards undone from the innermost axis out, then made from the outermost in; the other way round
+where all that change shard one dim side by side.
 Here layouts are placements by axis, so that a table of all pairs is cheap; a test holds the two against each other.
 """
 
@@ -58,11 +59,16 @@ def route(mesh: Mesh, source: Placements, target: Placements, size: float) -> li
     """The collectives that bring a tensor of `size` bytes from source to target; None where there is no way (nothing turns P)."""
     here, moves = list(source), []
     axes = list(mesh.axes)
-    for i in reversed(range(len(axes))):
+    changes = [(now, there) for now, there in zip(source, target, strict=True) if now != there]
+    gathers = _side_by_side([now for now, _ in changes]) and all(there == R for _, there in changes)
+    scatters = _side_by_side([there for _, there in changes]) and all(isinstance(now, P) for now, _ in changes)
+    inward = range(len(axes))
+    for i in inward if gathers else inward[::-1]:
         move, here[i] = _undo(mesh, here, target, i)
         if move:
             moves.append(Reshard(move, axes[i], _size(mesh, here, i, move, size)))
-    for i, there in enumerate(target):
+    for i in inward[::-1] if scatters else inward:
+        there = target[i]
         if here[i] == there:
             continue
         if not isinstance(there, S):
@@ -71,6 +77,12 @@ def route(mesh: Mesh, source: Placements, target: Placements, size: float) -> li
         moves.append(Reshard(kind, axes[i], _size(mesh, here, i, kind, size)))
         here[i] = there
     return moves
+
+
+def _side_by_side(places: Sequence[Placement]) -> bool:
+    """Whether several axes shard one dim, none nested in another."""
+    dims = [p.dim for p in places if isinstance(p, S)]
+    return len(dims) == len(places) == len(set(places)) > len(set(dims)) == 1
 
 
 def _undo(mesh: Mesh, here: list[Placement], target: Placements, i: int) -> tuple[str, Placement]:
