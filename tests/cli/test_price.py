@@ -67,6 +67,7 @@ def test_what_does_not_fit_is_said_and_one_that_does_is_found() -> None:
     [
         ('{"train_batch_size": 8}', "", "does not say the model"), ("--micro-batch-size 1 --tensor-model-parallel-size 3", "gpt2", "do not fill the cluster"),
         ("distributed_type: FSDP\nnum_processes: 16\n", "gpt2", "does not fill the cluster"),
+        ("--micro-batch-size 1 --global-batch-size 8", "resnet50", r"resnet50 is not priced by its sizes(.|\n)*weft plan, which captures any model"),
     ],
 )  # fmt: skip
 def test_refusals(text: str, model: str, says: str) -> None:
